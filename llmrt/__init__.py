@@ -1,0 +1,111 @@
+"""llmrt runs large language models inside a `with` block, and owns the processes that run them."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from llmrt.version import __version__
+
+if TYPE_CHECKING:
+    from llmrt.config import Timeouts
+    from llmrt.engine import Engine
+    from llmrt.errors import (
+        ConfigError,
+        EngineClosedError,
+        EngineDeadError,
+        EngineNotOpenError,
+        EngineStartError,
+        LlmrtError,
+        RankFailure,
+        RemoteCallError,
+        RequestError,
+        WorkerDiedError,
+        WorkerFailedError,
+        WorkerHungError,
+    )
+    from llmrt.outputs import (
+        CloseReport,
+        CompletionOutput,
+        EngineStats,
+        Increment,
+        Logprob,
+        RequestOutput,
+        TimelineEntry,
+        WorkerCloseReport,
+        WorkerInfo,
+    )
+    from llmrt.sampling import SamplingParams
+
+_HOME = {
+    "llmrt.config": ("Timeouts",),
+    "llmrt.engine": ("Engine",),
+    "llmrt.errors": (
+        "ConfigError",
+        "EngineClosedError",
+        "EngineDeadError",
+        "EngineNotOpenError",
+        "EngineStartError",
+        "LlmrtError",
+        "RankFailure",
+        "RemoteCallError",
+        "RequestError",
+        "WorkerDiedError",
+        "WorkerFailedError",
+        "WorkerHungError",
+    ),
+    "llmrt.outputs": (
+        "CloseReport",
+        "CompletionOutput",
+        "EngineStats",
+        "Increment",
+        "Logprob",
+        "RequestOutput",
+        "TimelineEntry",
+        "WorkerCloseReport",
+        "WorkerInfo",
+    ),
+    "llmrt.sampling": ("SamplingParams",),
+}
+"""By module: the public names that live there. They are imported when first asked for."""
+
+_MODULE_OF = {name: module for module, names in _HOME.items() for name in names}
+
+__all__ = [
+    "CloseReport",
+    "CompletionOutput",
+    "ConfigError",
+    "Engine",
+    "EngineClosedError",
+    "EngineDeadError",
+    "EngineNotOpenError",
+    "EngineStartError",
+    "EngineStats",
+    "Increment",
+    "LlmrtError",
+    "Logprob",
+    "RankFailure",
+    "RemoteCallError",
+    "RequestError",
+    "RequestOutput",
+    "SamplingParams",
+    "TimelineEntry",
+    "Timeouts",
+    "WorkerCloseReport",
+    "WorkerDiedError",
+    "WorkerFailedError",
+    "WorkerHungError",
+    "WorkerInfo",
+    "__version__",
+]
+
+
+def __getattr__(name: str) -> Any:
+    module = _MODULE_OF.get(name)
+    if module is None:
+        raise AttributeError(f"module 'llmrt' has no attribute {name!r}")
+    return getattr(import_module(module), name)
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -1,0 +1,1 @@
+"""What people look at: progress bars and the start-up timeline."""

@@ -1,0 +1,127 @@
+"""Every exception llmrt raises, in one tree.
+
+    LlmrtError
+    ├── ConfigError (ValueError)         you asked for something that cannot be: a bad option, no such model
+    ├── RequestError (ValueError)        you sent a request that cannot be served; the engine is unharmed
+    ├── EngineNotOpenError               you called a verb before `with Engine(...)` or `.open()`
+    ├── EngineClosedError                you called a verb after `close()`, or it was closed under your call
+    ├── RemoteCallError                  your function raised on a worker; the engine lives
+    ├── EngineStartError                 the engine did not come up; nothing is running, `open()` may be tried again
+    └── EngineDeadError                  the engine broke; sticky until it is re-opened
+        ├── WorkerDiedError              a worker process ended
+        ├── WorkerHungError              a worker did not answer in time
+        └── WorkerFailedError            llmrt's own code raised in a worker
+
+Every class takes its message first and everything else by keyword with a default, so that every instance pickles.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankFailure:
+    """An exception that a worker raised, as text, so that it can always cross to another process."""
+
+    rank: int
+    type_name: str
+    """The class as a dotted name, without `builtins.`: `ValueError`, `torch.OutOfMemoryError`."""
+    message: str
+    traceback: str
+    """The formatted remote traceback."""
+
+    def __str__(self) -> str:
+        return f"rank {self.rank}: {self.type_name}: {self.message}"
+
+
+class LlmrtError(Exception):
+    """Base of everything llmrt raises."""
+
+
+class ConfigError(LlmrtError, ValueError):
+    """An option, a model or an installation cannot work as asked."""
+
+
+class RequestError(LlmrtError, ValueError):
+    """A request cannot be served as asked; other requests and the engine go on."""
+
+
+class EngineNotOpenError(LlmrtError):
+    """A verb was called before the engine was opened."""
+
+
+class EngineClosedError(LlmrtError):
+    """A verb was called on a closed engine, or the engine was closed while the call waited."""
+
+
+class RemoteCallError(LlmrtError):
+    """A function of yours raised on one or more workers; the engine goes on."""
+
+    def __init__(self, message: str, *, failures: tuple[RankFailure, ...] = ()) -> None:
+        super().__init__(message)
+        self.failures = failures
+
+
+class EngineStartError(LlmrtError):
+    """The engine did not come up. Nothing is left running; `open()` may be tried again."""
+
+    def __init__(self, message: str, *, failures: tuple[RankFailure, ...] = ()) -> None:
+        super().__init__(message)
+        self.failures = failures
+        """What the ranks raised, first by time first; empty where no rank raised (a death, a time-out)."""
+
+
+class EngineDeadError(LlmrtError):
+    """The engine broke and serves nothing until it is re-opened."""
+
+    @property
+    def root_cause(self) -> BaseException:
+        """The first error in the chain of causes: what broke, where this error only reports it."""
+        error: BaseException = self
+        while error.__cause__ is not None:
+            error = error.__cause__
+        return error
+
+
+class WorkerDiedError(EngineDeadError):
+    """A worker process ended while it was needed."""
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        rank: int | None = None,
+        pid: int | None = None,
+        host: str | None = None,
+        exit_code: int | None = None,
+        signal: str | None = None,
+        stderr_tail: tuple[str, ...] = (),
+    ) -> None:
+        super().__init__(message)
+        self.rank = rank
+        """None where it was the guard, not a rank, that died."""
+        self.pid = pid
+        self.host = host
+        self.exit_code = exit_code
+        """None where a signal ended it."""
+        self.signal = signal
+        """The signal's name, as `SIGKILL`."""
+        self.stderr_tail = stderr_tail
+
+
+class WorkerHungError(EngineDeadError):
+    """A worker did not answer within its time limit and was ended."""
+
+    def __init__(self, message: str, *, stacks: dict[int, str] | None = None) -> None:
+        super().__init__(message)
+        self.stacks = stacks or {}
+        """By rank: its Python stacks, or what /proc says of it where it could not answer."""
+
+
+class WorkerFailedError(EngineDeadError):
+    """llmrt's own code raised in a worker during a step."""
+
+    def __init__(self, message: str, *, failures: tuple[RankFailure, ...] = ()) -> None:
+        super().__init__(message)
+        self.failures = failures

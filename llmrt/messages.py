@@ -1,0 +1,215 @@
+"""All that crosses between the driver and a worker: commands, their replies, Batch and BatchResult.
+
+Plain data only (ints, floats, strings, bytes, tuples and dataclasses of them): no tensors, no live objects.
+
+    driver                                   worker
+      │ Load ───────────────────────────────► │  reads its shard
+      │ ◄─────────────────────── LoadReport   │  of every rank; num_blocks = min(...)
+      │ AllocateCache(num_blocks) ──────────► │
+      │ ◄──────────────────────────── Done    │
+      │ Execute(batch) ─────────────────────► │  the step; tokens are sampled on rank 0
+      │ ◄───────────────────── BatchResult    │
+      │ CallFunction(payload) ──────────────► │  collective_rpc, apply_model
+      │ ◄── FunctionReturned | FunctionRaised │
+      │ Stop ───────────────────────────────► │  ends the worker
+      │ ◄───────────────────────── Stopped    │
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from llmrt.errors import RankFailure
+from llmrt.sampling import SamplingParams
+
+# ---- commands and their replies ----
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Load:
+    """Join the collective group and load this rank's shard of the model."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LoadReport:
+    """What one worker measured after loading its shard."""
+
+    rank: int
+    device: str
+    """`cpu` or `cuda:0`."""
+    free_bytes: int
+    """Memory this rank may spend on KV blocks."""
+    block_bytes: int
+    """Size of one KV block, all layers of this shard."""
+    weight_bytes: int
+    dtype: str
+    num_threads: int
+
+    @property
+    def num_blocks(self) -> int:
+        """Return how many KV blocks fit on this worker."""
+        return self.free_bytes // self.block_bytes
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AllocateCache:
+    """Allocate the KV cache; the same number of blocks on every rank."""
+
+    num_blocks: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Done:
+    """Reply to a command that has nothing to say."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CallFunction:
+    """Run a function of the user's, with the worker as its first argument."""
+
+    payload: bytes
+    """cloudpickle of (function, args, kwargs)."""
+    on_model: bool = False
+    """Whether the first argument is the rank's module instead (apply_model)."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FunctionReturned:
+    """The user's function returned."""
+
+    payload: bytes
+    """cloudpickle of the result."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FunctionRaised:
+    """The user's function raised, or its result could not be pickled; the worker goes on."""
+
+    failure: RankFailure
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Stop:
+    """Destroy the group, free cache and weights, answer Stopped and exit."""
+
+    destroy_group: bool = True
+    """False where a peer is dead: its group cannot be left in an orderly way."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Stopped:
+    """Last words of a worker."""
+
+    rank: int
+    group_destroyed: bool
+
+
+# ---- one step ----
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NewSequence:
+    """A sequence that the workers have not seen, or had to forget when it was preempted."""
+
+    seq_id: int
+    token_ids: tuple[int, ...]
+    """All its tokens: the prompt, then what was generated before a preemption."""
+    num_prompt_tokens: int
+    params: SamplingParams
+    seed: int
+    """Of its random numbers: params.seed, or one that the engine drew."""
+    eos_token_ids: tuple[int, ...]
+    """Ends that `min_tokens` must keep out, beside params.stop_token_ids; empty with ignore_eos."""
+    bad_word_ids: tuple[tuple[int, ...], ...] = ()
+    """params.bad_words as token ids."""
+    logits_processors: bytes = b""
+    """cloudpickle of params.logits_processors, which are taken out of `params`; empty for none."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ScheduledSequence:
+    """What one sequence does in one step."""
+
+    seq_id: int
+    start: int
+    """Its tokens before this one are in the KV cache."""
+    num_tokens: int
+    """Tokens [start, start + num_tokens) run in this step."""
+    new_block_ids: tuple[int, ...]
+    """Appended to its block table before the step."""
+    samples: bool
+    """Whether its last token is among them, so that the step samples the next."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Batch:
+    """One step: what every worker is told. The workers keep each sequence's tokens and block table."""
+
+    step: int
+    new: tuple[NewSequence, ...] = ()
+    scheduled: tuple[ScheduledSequence, ...] = ()
+    finished: tuple[int, ...] = ()
+    """Sequences to forget before this step; also those just preempted."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that run in this step."""
+        return sum(s.num_tokens for s in self.scheduled)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TokenLogprobs:
+    """Raw log-probabilities at one position, most likely first; the sampled (or prompt) token is always in it."""
+
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    ranks: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SampledToken:
+    """The next token of one sequence."""
+
+    seq_id: int
+    token_id: int
+    logprob: float | None = None
+    """Raw log-probability of the token, where logprobs were asked for."""
+    top: TokenLogprobs | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PromptLogprobs:
+    """Log-probabilities of the prompt tokens [start, start + len(positions)) of one sequence."""
+
+    seq_id: int
+    start: int
+    positions: tuple[TokenLogprobs, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SequenceFailure:
+    """A sequence whose logits processor raised; it alone ends."""
+
+    seq_id: int
+    failure: RankFailure
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BatchResult:
+    """What one step produced. Only rank 0's holds tokens."""
+
+    step: int
+    tokens: tuple[SampledToken, ...] = ()
+    prompt_logprobs: tuple[PromptLogprobs, ...] = ()
+    failures: tuple[SequenceFailure, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Execute:
+    """Run one step."""
+
+    batch: Batch = field(repr=False)
+
+
+Command = Load | AllocateCache | Execute | CallFunction | Stop
+Answer = LoadReport | Done | BatchResult | FunctionReturned | FunctionRaised | Stopped

@@ -1,0 +1,1 @@
+"""WHERE it lives: processes and channels; knows no LLM and no torch."""

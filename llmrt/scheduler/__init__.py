@@ -1,0 +1,1 @@
+"""WHAT runs next: pure Python; no torch, no processes, no clock."""

@@ -1,0 +1,1 @@
+"""Reading the tensors of a checkpoint, each rank only its part."""

@@ -1,0 +1,44 @@
+"""WeightReader: what a layer needs of a checkpoint, whatever its format."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+
+
+class WeightReader(Protocol):
+    """Reads parts of named tensors. Names are those of transformers' state dict."""
+
+    def __contains__(self, name: str) -> bool:
+        """Return whether the checkpoint holds this tensor."""
+        ...
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Return the full shape of a tensor.
+
+        Raises:
+            ConfigError: the checkpoint has no such tensor.
+        """
+        ...
+
+    def read(
+        self, name: str, rows: slice | None = None, columns: slice | None = None
+    ) -> torch.Tensor:
+        """Return a tensor, or only these rows (and columns), in the dtype it is stored in.
+
+        Quantised tensors are dequantised to float32. The result owns its memory or maps the file
+        read-only: copy it before you write to it.
+
+        Raises:
+            ConfigError: the checkpoint has no such tensor.
+        """
+        ...
+
+    def check_all_read(self) -> None:
+        """Raise ConfigError naming the tensors that nobody has read."""
+        ...
+
+    def close(self) -> None:
+        """Unmap the files."""
+        ...
