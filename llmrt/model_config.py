@@ -1,4 +1,4 @@
-"""ModelConfig: the shape of a model as plain data, read from a `config.json` in the format of transformers.
+"""ModelConfig: the shape of a model as plain data, from a `config.json` as transformers writes it.
 
 No tensor, no torch: the driver checks requests against it, every rank builds its shard from it.
 """
