@@ -1,12 +1,12 @@
 """Every exception llmrt raises, in one tree.
 
     LlmrtError
-    ├── ConfigError (ValueError)    you asked for what cannot be: a bad option, no such model
+    ├── ConfigError (ValueError)    what you asked for cannot be: a bad option, no model
     ├── RequestError (ValueError)   you sent what cannot be served; the engine lives
     ├── EngineNotOpenError          you called a verb before `with Engine(...)` or `.open()`
     ├── EngineClosedError           you called a verb after `close()`, or it closed under your call
     ├── RemoteCallError             your function raised on a worker; the engine lives
-    ├── EngineStartError            the engine did not come up; nothing runs, `open()` may be retried
+    ├── EngineStartError            the engine did not come up; nothing is left running
     └── EngineDeadError             the engine broke; sticky until re-opened
         ├── WorkerDiedError         a worker process ended
         ├── WorkerHungError         a worker did not answer in time

@@ -143,7 +143,7 @@ class ScheduledSequence:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Batch:
-    """Raw log-probabilities at one position, likeliest first; the actual token is among them."""
+    """One step: what every worker is told. Tokens and block tables stay in the workers."""
 
     step: int
     new: tuple[NewSequence, ...] = ()
@@ -159,7 +159,7 @@ class Batch:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TokenLogprobs:
-    """Log-probabilities of a sequence's prompt tokens [start, start + len(positions))."""
+    """Raw log-probabilities at one position, likeliest first; the actual token is among them."""
 
     token_ids: tuple[int, ...]
     logprobs: tuple[float, ...]

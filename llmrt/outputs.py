@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 FinishReason = Literal["stop", "length", "abort"]
-"""`stop`: EOS, stop id or stop string; `length`: max_tokens or the model limit; `abort`: cancelled."""
+"""`stop`: EOS, stop id or stop string; `length`: a limit was reached; `abort`: cancelled."""
 
 EndedBy = Literal["asked", "SIGTERM", "SIGKILL", "already gone"]
 """The rung of the stop ladder at which a worker ended."""
