@@ -11,7 +11,7 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, wait
+from concurrent.futures import Future
 from enum import Enum
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -24,9 +24,9 @@ from llmrt.display.progress import Progress
 from llmrt.errors import (
     EngineClosedError,
     EngineNotOpenError,
+    EngineStartError,
     LlmrtError,
     RemoteCallError,
-    RequestError,
 )
 from llmrt.generation import Generation, GenerationFuture
 from llmrt.intake import (
@@ -34,18 +34,20 @@ from llmrt.intake import (
     Limits,
     Message,
     Prompt,
+    as_conversations,
     as_prompts,
     default_params,
+    is_conversation,
     params_per_prompt,
 )
 from llmrt.launch_plan import LaunchPlan, make_launch_plan
-from llmrt.messages import CallFunction, FunctionRaised
+from llmrt.messages import CallFunction, FunctionRaised, FunctionReturned
 from llmrt.options import reject_unknown_options
 from llmrt.outputs import CloseReport, EngineStats, RequestOutput, TimelineEntry, WorkerInfo
 from llmrt.runtime.live_sessions import track
 from llmrt.sampling import SamplingParams
-from llmrt.session import Session, SessionState
-from llmrt.streams import Stream
+from llmrt.session import RemoteCall, Session, SessionState
+from llmrt.streams import Stream, StreamBuffer
 from llmrt.tokenizer import Tokenizer
 from llmrt.worker_output import forward_output
 
@@ -155,6 +157,7 @@ class Engine:
         )
         self._lifecycle = threading.RLock()
         self._session: Session | None = None
+        self._open_cancelled = False
         self._opened: _Opened | None = None
         self._finalizer: weakref.finalize[..., Engine] | None = None
         self._request_numbers = itertools.count()
@@ -194,6 +197,12 @@ class Engine:
         if self._finalizer is not None:
             self._finalizer.detach()
         return report or CloseReport(workers=(), seconds=0.0)
+
+    def cancel_open(self) -> None:
+        """Make an `open()` that runs in another thread give up; it raises EngineStartError."""
+        self._open_cancelled = True
+        if self._session is not None and self.state is EngineState.STARTING:
+            self._session.ask_to_close()
 
     def restart(self) -> Self:
         """Close, then open: a fresh engine in the same object."""
@@ -239,13 +248,7 @@ class Engine:
             RequestError: a prompt or parameter cannot be served; none of the prompts was started.
             EngineDeadError: the engine broke while it generated.
         """
-        items = as_prompts(prompts)
-        opened = self._require_open()
-        built = [
-            opened.intake.request(self._new_request_id(), prompt, p, priority=priority)
-            for prompt, p in zip(items, params_per_prompt(params, len(items)), strict=True)
-        ]
-        return _results([self._send(request, text).future for request, text in built])
+        return _results(self.submit_prompts(prompts, params, priority=priority))
 
     def chat(
         self,
@@ -267,15 +270,7 @@ class Engine:
         Raises:
             RequestError: the model has no chat template, or it refuses the messages.
         """
-        opened = self._require_open()
-        conversations = _as_conversations(messages)
-        built = [
-            opened.chat_request(self._new_request_id(), m, p, priority, template_options)
-            for m, p in zip(
-                conversations, params_per_prompt(params, len(conversations)), strict=True
-            )
-        ]
-        return _results([self._send(request, text).future for request, text in built])
+        return _results(self.submit_chats(messages, params, priority, template_options))
 
     def submit(
         self,
@@ -304,17 +299,7 @@ class Engine:
 
         Dropping, closing or leaving the iterator aborts the request.
         """
-        opened = self._require_open()
-        request_id = self._new_request_id()
-        if _is_conversation(prompt):
-            request, text = opened.chat_request(
-                request_id, prompt, params, priority, template_options
-            )
-        else:
-            request, text = opened.intake.request(request_id, prompt, params, priority=priority)
-        generation = self._send(request, text, streaming=True)
-        assert generation.buffer is not None
-        return Stream(generation.buffer, opened.aborter(request_id), owner=self)
+        return Stream(*self.begin_stream(prompt, params, priority, template_options), owner=self)
 
     # ---- workers ----
 
@@ -330,11 +315,11 @@ class Engine:
             TimeoutError: it took longer than *timeout* seconds; its result is dropped.
             RequestError: something cannot be pickled; the message names it.
         """
-        return self._remote_call(fn, args, kwargs, timeout, on_model=False)
+        return self._wait_for_call(self.begin_call(fn, args, kwargs), timeout)
 
     def apply_model(self, fn: Callable[[Any], Any], *, timeout: float | None = None) -> list[Any]:
         """Run *fn* on every rank's `torch.nn.Module`; return the results by rank."""
-        return self._remote_call(fn, (), {}, timeout, on_model=True)
+        return self._wait_for_call(self.begin_call(fn, on_model=True), timeout)
 
     @property
     def workers(self) -> tuple[WorkerInfo, ...]:
@@ -357,14 +342,88 @@ class Engine:
         assert session.scheduler is not None
         return session.scheduler.stats(session.num_steps)
 
+    # ---- what AsyncEngine shares: the same verbs, before the waiting ----
+
+    def submit_prompts(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None,
+        *,
+        priority: int,
+    ) -> list[GenerationFuture]:
+        """Check every prompt, then queue them all; return their futures in order."""
+        items = as_prompts(prompts)
+        intake = self._require_open().intake
+        built = [
+            intake.request(self._new_request_id(), prompt, p, priority=priority)
+            for prompt, p in zip(items, params_per_prompt(params, len(items)), strict=True)
+        ]
+        return [self._send(request, text).future for request, text in built]
+
+    def submit_chats(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        params: SamplingParams | Sequence[SamplingParams] | None,
+        priority: int,
+        template_options: Mapping[str, Any],
+    ) -> list[GenerationFuture]:
+        """Check every conversation, then queue them all; return their futures in order."""
+        chats = as_conversations(messages)
+        opened = self._require_open()
+        built = [
+            opened.chat_request(self._new_request_id(), chat, p, priority, template_options)
+            for chat, p in zip(chats, params_per_prompt(params, len(chats)), strict=True)
+        ]
+        return [self._send(request, text).future for request, text in built]
+
+    def begin_stream(
+        self,
+        prompt: Prompt | Sequence[Message],
+        params: SamplingParams | None,
+        priority: int,
+        template_options: Mapping[str, Any],
+    ) -> tuple[StreamBuffer, Callable[[], None]]:
+        """Queue one request; return where its increments arrive and what aborts it."""
+        opened = self._require_open()
+        request_id = self._new_request_id()
+        if is_conversation(prompt):
+            request, text = opened.chat_request(
+                request_id, prompt, params, priority, template_options
+            )
+        else:
+            request, text = opened.intake.request(request_id, prompt, params, priority=priority)
+        generation = self._send(request, text, streaming=True)
+        assert generation.buffer is not None
+        return generation.buffer, opened.aborter(request_id)
+
+    def begin_call(
+        self,
+        fn: Callable[..., Any],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+        *,
+        on_model: bool = False,
+    ) -> RemoteCall:
+        """Queue a function to run on every worker."""
+        session = self._require_open().session
+        payload = dumps((fn, tuple(args), dict(kwargs or {})), getattr(fn, "__name__", "fn"))
+        return session.call(CallFunction(payload=payload, on_model=on_model))
+
+    def abandon_call(self, call: RemoteCall) -> None:
+        """Say that nobody waits for this call any more."""
+        self._require_session().abandon(call)
+
     # ---- within ----
 
     def _start(self) -> None:
         options = self._options
+        self._open_cancelled = False
         progress = Progress(options.progress)
         with progress:
             checkpoint = resolve(options.model, progress=progress)
             plan = make_launch_plan(options, checkpoint)
+            if self._open_cancelled:
+                raise EngineStartError("the opening was cancelled; nothing was started.")
             session = Session(plan, on_phase=progress.phase, on_output=forward_output)
             self._session = session
             session.start()
@@ -391,28 +450,14 @@ class Engine:
         opened.session.add(generation)
         return generation
 
-    def _remote_call(
-        self,
-        fn: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: Mapping[str, Any],
-        timeout: float | None,
-        *,
-        on_model: bool,
-    ) -> list[Any]:
-        session = self._require_open().session
-        payload = dumps((fn, args, dict(kwargs)), getattr(fn, "__name__", "the function"))
-        call = session.call(CallFunction(payload=payload, on_model=on_model))
+    def _wait_for_call(self, call: RemoteCall, timeout: float | None) -> list[Any]:
         try:
-            replies = call.future.result(timeout)
-        except BaseException:
-            session.abandon(call)
+            return results_of_call(call.future.result(timeout))
+        except RemoteCallError:
             raise
-        failures = tuple(r.failure for r in replies if isinstance(r, FunctionRaised))
-        if failures:
-            listed = "\n".join(f"{f}\n{f.traceback}" for f in failures)
-            raise RemoteCallError(f"the function raised on {listed}", failures=failures)
-        return [loads(r.payload) for r in replies if not isinstance(r, FunctionRaised)]
+        except BaseException:
+            self.abandon_call(call)
+            raise
 
     def _require_session(self) -> Session:
         if self._session is None:
@@ -497,21 +542,14 @@ def _results(futures: Sequence[Future[RequestOutput]]) -> list[RequestOutput]:
         raise
 
 
-def _is_conversation(prompt: object) -> bool:
-    return (
-        isinstance(prompt, Sequence)
-        and not isinstance(prompt, str)
-        and len(prompt) > 0
-        and isinstance(prompt[0], Mapping)
-    )
+def results_of_call(replies: Sequence[FunctionReturned | FunctionRaised]) -> list[Any]:
+    """Return what a function returned on every rank.
 
-
-def _as_conversations(messages: Any) -> list[Sequence[Message]]:
-    if not isinstance(messages, Sequence) or isinstance(messages, str):
-        raise RequestError(
-            'messages is a list like [{"role": "user", "content": "..."}], '
-            f"not {type(messages).__name__}."
-        )
-    if not messages or _is_conversation(messages):
-        return [messages] if messages else []
-    return list(messages)
+    Raises:
+        RemoteCallError: it raised on at least one.
+    """
+    failures = tuple(r.failure for r in replies if isinstance(r, FunctionRaised))
+    if failures:
+        listed = "\n".join(f"{f}\n{f.traceback}" for f in failures)
+        raise RemoteCallError(f"the function raised on {listed}", failures=failures)
+    return [loads(r.payload) for r in replies if isinstance(r, FunctionReturned)]

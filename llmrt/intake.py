@@ -144,6 +144,27 @@ def as_prompts(prompts: object) -> list[Prompt]:
     return list(items)
 
 
+def is_conversation(prompt: object) -> bool:
+    """Return whether this is a list of messages, not a prompt."""
+    if not isinstance(prompt, Sequence) or isinstance(prompt, str) or not prompt:
+        return False
+    return isinstance(prompt[0], Mapping) and "role" in prompt[0]
+
+
+def as_conversations(messages: Any) -> list[Sequence[Message]]:
+    """Return one conversation or many as a list.
+
+    Raises:
+        RequestError: it is neither.
+    """
+    if not isinstance(messages, Sequence) or isinstance(messages, str):
+        raise RequestError(
+            'messages is a list like [{"role": "user", "content": "..."}], '
+            f"not {type(messages).__name__}."
+        )
+    return [messages] if is_conversation(messages) else list(messages)
+
+
 def params_per_prompt(
     params: SamplingParams | Sequence[SamplingParams] | None, num_prompts: int
 ) -> list[SamplingParams | None]:

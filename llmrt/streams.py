@@ -1,4 +1,4 @@
-"""StreamBuffer and Stream: the increments of one request, from the engine's thread to its consumer.
+"""The increments of one request, from the engine's thread to whoever reads them.
 
 A slow consumer costs no more memory than the output itself: what it has not taken yet is joined
 into one increment per completion.
@@ -6,11 +6,12 @@ into one increment per completion.
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
 
 from llmrt.outputs import FinishReason, Increment, Logprob
 
@@ -57,14 +58,16 @@ class StreamBuffer:
         self._on_news: Callable[[], None] = lambda: None
 
     def on_news(self, callback: Callable[[], None]) -> None:
-        """Call *callback*, from the engine's thread, whenever there is something to take."""
+        """Call *callback*, from the engine's thread, when there is something to take again."""
         self._on_news = callback
 
     def push(self, increment: Increment) -> None:
         """Add what is new."""
         with self._lock:
+            was_empty = not self._pending
             self._pending.setdefault(increment.index, _Pending()).add(increment)
-        self._on_news()
+        if was_empty:
+            self._on_news()
 
     def end(self, error: BaseException | None = None) -> None:
         """Say that nothing more comes; the consumer meets *error* after what is pending."""
@@ -90,38 +93,88 @@ class StreamBuffer:
             raise StopIteration
 
 
+class _Reading:
+    """The reading end of a buffer: dropped, it aborts the request."""
+
+    def __init__(self, buffer: StreamBuffer, abort: Callable[[], None], owner: object) -> None:
+        self._buffer = buffer
+        self._owner = owner  # an engine lives as long as somebody reads from it
+        self._finalizer = weakref.finalize(self, abort)
+        self._finalizer.atexit = False
+
+    def take(self) -> Increment | None:
+        try:
+            return self._buffer.take()
+        except BaseException:
+            self._finalizer.detach()  # it is over: nothing to abort
+            raise
+
+    def abort(self) -> None:
+        if self._finalizer.alive:
+            self._finalizer()
+            self._buffer.end()
+
+
 class Stream(Iterator[Increment]):
     """Iterates over the increments of one request; dropping or closing it aborts the request."""
 
-    def __init__(self, buffer: StreamBuffer, abort: Callable[[], None], owner: Any) -> None:
-        self._buffer = buffer
-        self._owner = owner  # an engine lives as long as somebody reads from it
+    def __init__(self, buffer: StreamBuffer, abort: Callable[[], None], owner: object) -> None:
+        self._reading = _Reading(buffer, abort, owner)
         self._news = threading.Event()
         buffer.on_news(self._news.set)
-        self._finalizer = weakref.finalize(self, abort)
-        self._finalizer.atexit = False
 
     def __next__(self) -> Increment:
         """Wait for what is new and return it."""
         while True:
             self._news.clear()
-            try:
-                increment = self._buffer.take()
-            except BaseException:
-                self._finalizer.detach()
-                raise
+            increment = self._reading.take()
             if increment is not None:
                 return increment
             self._news.wait()
 
     def close(self) -> None:
-        """Abort the request if it still runs. Iterating on ends at once."""
-        if self._finalizer.alive:
-            self._finalizer()
-            self._buffer.end()
+        """Abort the request if it still runs; iteration ends after what is pending."""
+        self._reading.abort()
 
     def __enter__(self) -> Stream:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+class AsyncStream(AsyncIterator[Increment]):
+    """Stream, awaited. It belongs to the event loop that runs when it is made."""
+
+    def __init__(self, buffer: StreamBuffer, abort: Callable[[], None], owner: object) -> None:
+        self._reading = _Reading(buffer, abort, owner)
+        self._news = news = asyncio.Event()
+        loop = asyncio.get_running_loop()
+
+        def tell() -> None:  # holds no reference to the stream, which may be dropped
+            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody reads
+                loop.call_soon_threadsafe(news.set)
+
+        buffer.on_news(tell)
+
+    async def __anext__(self) -> Increment:
+        """Wait for what is new and return it."""
+        while True:
+            self._news.clear()
+            try:
+                increment = self._reading.take()
+            except StopIteration:
+                raise StopAsyncIteration from None
+            if increment is not None:
+                return increment
+            await self._news.wait()
+
+    async def aclose(self) -> None:
+        """Abort the request if it still runs; iteration ends after what is pending."""
+        self._reading.abort()
+
+    async def __aenter__(self) -> AsyncStream:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.aclose()

@@ -97,8 +97,7 @@ def test_third_parties_are_imported_where_they_may_be(path: Path) -> None:
 
 def test_there_are_no_import_cycles() -> None:
     graph = {
-        module_of(path): {m for m, _ in imports_of(path) if m.startswith("llmrt")}
-        for path in FILES
+        module_of(path): {m for m, _ in imports_of(path) if m.startswith("llmrt")} for path in FILES
     }
     done: set[str] = set()
 
