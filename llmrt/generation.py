@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, InvalidStateError
+from contextlib import suppress
 from dataclasses import dataclass, field
 
-from llmrt.messages import PromptLogprobs, TokenLogprobs
+from llmrt.messages import TokenLogprobs
 from llmrt.outputs import CompletionOutput, FinishReason, Increment, Logprob, RequestOutput
 from llmrt.scheduler.request import Request
-from llmrt.scheduler.updates import TokenUpdate
+from llmrt.scheduler.updates import PromptLogprobsUpdate, SequenceFinished, TokenUpdate
 from llmrt.streams import StreamBuffer
 from llmrt.text_stream import TextStream
 from llmrt.tokenizer import Tokenizer
@@ -74,18 +75,24 @@ class Generation:
         completion = self._completions[update.index]
         if completion.finish_reason is not None:
             return None
-        new_ids = () if update.token_id is None else (update.token_id,)
-        completion.token_ids.extend(new_ids)
+        completion.token_ids.append(update.token_id)
         logprobs = self._add_logprobs(completion, update)
-        text, stop = self._new_text(completion, update, new_ids)
+        text, stop = self._new_text(completion, update)
         completion.text.append(text)
         completion.finish_reason = "stop" if stop is not None else update.finish_reason
         completion.stop_reason = stop if stop is not None else update.stop_reason
-        self._push(completion, text, new_ids, logprobs)
+        self._push(completion, text, (update.token_id,), logprobs)
         self._finish_if_complete()
         return stop
 
-    def accept_prompt_logprobs(self, found: PromptLogprobs) -> None:
+    def accept_end(self, update: SequenceFinished) -> None:
+        """End a completion that generates nothing."""
+        completion = self._completions[update.index]
+        completion.finish_reason = update.finish_reason
+        self._push(completion, "", (), None)
+        self._finish_if_complete()
+
+    def accept_prompt_logprobs(self, found: PromptLogprobsUpdate) -> None:
         """Add log-probabilities of prompt tokens; they arrive in order, chunk by chunk."""
         self._prompt_logprobs.extend(self._named(top) for top in found.positions)
 
@@ -99,12 +106,10 @@ class Generation:
             if self.buffer is not None:
                 self.buffer.end(error)
 
-    def _new_text(
-        self, completion: _Completion, update: TokenUpdate, new_ids: Sequence[int]
-    ) -> tuple[str, str | None]:
+    def _new_text(self, completion: _Completion, update: TokenUpdate) -> tuple[str, str | None]:
         if not self.request.params.detokenize:
             return "", None
-        delta = completion.stream.append(new_ids)
+        delta = completion.stream.append((update.token_id,))
         if delta.stop is not None or update.finish_reason is None:
             return delta.text, delta.stop
         return delta.text + completion.stream.finish(), None
@@ -151,10 +156,8 @@ class Generation:
     def _finish_if_complete(self) -> None:
         if any(c.finish_reason is None for c in self._completions):
             return
-        try:
+        with suppress(InvalidStateError):  # cancelled in the same moment: nobody asks any more
             self.future.set_result(self._output())
-        except InvalidStateError:
-            pass  # cancelled in the same moment: the caller asked not to know
         if self.buffer is not None:
             self.buffer.end()
 

@@ -1,4 +1,4 @@
-"""Intake: turns what a caller gives (text, token ids, messages, parameters) into checked Requests."""
+"""Intake: turns what a caller gives (text, token ids, parameters) into checked Requests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""LaunchPlan: everything that is decided before a process is started, from the options and the model."""
+"""LaunchPlan: what is decided before a process is started, from the options and the model."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from llmrt.checkpoint.resolve import Checkpoint
+from llmrt.checkpoint.checkpoint import Checkpoint
 from llmrt.config import EngineConfig, Timeouts, WorkerConfig
 from llmrt.errors import ConfigError
 from llmrt.model_config import ModelConfig, check_tp
@@ -19,7 +19,7 @@ from llmrt.runtime.launchers.inprocess import InprocessLauncher
 from llmrt.runtime.launchers.mp import MpLauncher
 from llmrt.runtime.observe import observe
 from llmrt.runtime.start_method import StartMethod
-from llmrt.scheduler.scheduler import SchedulerConfig
+from llmrt.scheduler.limits import SchedulerConfig
 from llmrt.shared_memory_layout import shared_memory_bytes
 
 WORKER_ENTRY = "llmrt.worker.worker:Worker"
@@ -142,8 +142,8 @@ def _worker_config(
     environ: Mapping[str, str] = {**os.environ, **(options.env or {})}
     return WorkerConfig(
         model=model,
-        weights=str(checkpoint.weights),
-        gguf_index=None if checkpoint.gguf_index is None else str(checkpoint.gguf_index),
+        weights=checkpoint.weights,
+        gguf_index=checkpoint.gguf_index,
         device=options.device,
         dtype=options.dtype,
         num_threads=options.num_threads or threads_per_rank(options.tp, environ),

@@ -50,8 +50,14 @@ from llmrt.messages import (
 from llmrt.outputs import CloseReport, TimelineEntry
 from llmrt.runtime.worker_group import PendingCall, WorkerGroup, WorkerOutput
 from llmrt.scheduler.loop import StepLoop
-from llmrt.scheduler.scheduler import Scheduler, SchedulerConfig
-from llmrt.scheduler.updates import FailedUpdate, PromptLogprobsUpdate, TokenUpdate, Update
+from llmrt.scheduler.scheduler import Scheduler
+from llmrt.scheduler.updates import (
+    PromptLogprobsUpdate,
+    SequenceFailed,
+    SequenceFinished,
+    TokenUpdate,
+    Update,
+)
 
 
 class SessionState(Enum):
@@ -271,9 +277,12 @@ class Session:
                     if stop is not None:
                         self.scheduler.finish(update.seq_id, stop)
                 case PromptLogprobsUpdate():
-                    generation.accept_prompt_logprobs(update.prompt_logprobs)
-                case FailedUpdate():
+                    generation.accept_prompt_logprobs(update)
+                case SequenceFinished():
+                    generation.accept_end(update)
+                case SequenceFailed():
                     generation.fail(_as_request_error(update))
+                    self.scheduler.abort(update.request_id)
             if generation.future.done():
                 self._forget(generation)
 
@@ -394,7 +403,7 @@ def _fail(future: Future[list[FunctionReturned | FunctionRaised]], error: LlmrtE
         future.set_exception(error)
 
 
-def _as_request_error(update: FailedUpdate) -> RequestError:
+def _as_request_error(update: SequenceFailed) -> RequestError:
     return RequestError(
         f"request {update.request_id!r} failed on {update.failure}\n{update.failure.traceback}"
     )

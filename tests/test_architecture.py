@@ -1,4 +1,4 @@
-"""Who may import whom, read from the source: the house has floors, and nobody climbs through windows."""
+"""Who may import whom, read from the source."""
 
 from __future__ import annotations
 
