@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from typing_extensions import Self
 
-from llmrt.by_value import dumps, loads
+from llmrt.by_value import dumps_call, loads_reply
 from llmrt.checkpoint.resolve import resolve
 from llmrt.config import DEFAULT_BLOCK_SIZE, DTypeName, EngineConfig, Timeouts
 from llmrt.display.progress import Progress
@@ -324,7 +324,7 @@ class Engine:
     @property
     def workers(self) -> tuple[WorkerInfo, ...]:
         """The worker processes, by rank; empty before the engine is opened."""
-        return () if self._session is None else self._session.group.workers
+        return () if self._session is None else self._session.workers
 
     @property
     def start_method(self) -> StartMethod:
@@ -340,7 +340,7 @@ class Engine:
         """Return a snapshot of what the engine is doing."""
         session = self._require_open().session
         assert session.scheduler is not None
-        return session.scheduler.stats(session.num_steps)
+        return session.scheduler.stats()
 
     # ---- what AsyncEngine shares: the same verbs, before the waiting ----
 
@@ -406,7 +406,7 @@ class Engine:
     ) -> RemoteCall:
         """Queue a function to run on every worker."""
         session = self._require_open().session
-        payload = dumps((fn, tuple(args), dict(kwargs or {})), getattr(fn, "__name__", "fn"))
+        payload = dumps_call(fn, args, kwargs)
         return session.call(CallFunction(payload=payload, on_model=on_model))
 
     def abandon_call(self, call: RemoteCall) -> None:
@@ -424,7 +424,7 @@ class Engine:
             plan = make_launch_plan(options, checkpoint)
             if self._open_cancelled:
                 raise EngineStartError("the opening was cancelled; nothing was started.")
-            session = Session(plan, on_phase=progress.phase, on_output=forward_output)
+            session = Session(plan, on_phase=progress.show, on_output=forward_output)
             self._session = session
             session.start()
             try:
@@ -505,7 +505,7 @@ class _Opened:
     ) -> None:
         self.session = session
         self.tokenizer = tokenizer
-        eos = {*plan.model.eos_token_ids, *tokenizer.eos_token_ids}
+        eos = {*plan.model.eos_token_ids, tokenizer.eos_token_id} - {None}
         self.limits = Limits(
             vocab_size=plan.model.vocab_size,
             eos_token_ids=tuple(sorted(eos)),
@@ -552,4 +552,4 @@ def results_of_call(replies: Sequence[FunctionReturned | FunctionRaised]) -> lis
     if failures:
         listed = "\n".join(f"{f}\n{f.traceback}" for f in failures)
         raise RemoteCallError(f"the function raised on {listed}", failures=failures)
-    return [loads(r.payload) for r in replies if isinstance(r, FunctionReturned)]
+    return [loads_reply(r.payload) for r in replies if isinstance(r, FunctionReturned)]
