@@ -41,7 +41,7 @@ def dumps_call(
     """Return `(function, args, kwargs)` as bytes.
 
     Raises:
-        RequestError: a part cannot be pickled; the message names it and what inside it is the cause.
+        RequestError: a part cannot be pickled; the message names it and its cause.
     """
     kwargs = dict(kwargs or {})
     try:
@@ -106,9 +106,9 @@ class _ReplyUnpickler(pickle.Unpickler):
         return made
 
     def _fill_class(self, set_state: Callable[..., object], made: Any, state: Any) -> object:
-        attributes: dict[str, object] = state[0]
+        present: Mapping[str, object] = made.__dict__
         # A class that another thread is filling right now is known, but not complete.
-        if any(made is own for own in self._own_classes) and attributes.keys() <= vars(made).keys():
+        if any(made is own for own in self._own_classes) and state[0].keys() <= present.keys():
             return made
         return set_state(made, state)
 
@@ -127,11 +127,13 @@ def _unpickled(unpickler: pickle.Unpickler, what: str) -> Any:
 
 
 def _pickle_into(file: Any, obj: object) -> None:
-    class Pickler(_cloudpickle().Pickler):
+    pickler: Any = _cloudpickle().Pickler
+
+    class Pickler(pickler):
         """Keeps the one object whose identity dataclasses rely on in a class sent by value."""
 
         def reducer_override(self, obj: Any) -> Any:
-            return "MISSING" if obj is MISSING else super().reducer_override(obj)
+            return "MISSING" if obj is MISSING else pickler.reducer_override(self, obj)
 
     Pickler(file, protocol=5).dump(obj)
 
