@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any
 from llmrt.version import __version__
 
 if TYPE_CHECKING:
+    from llmrt.async_engine import AsyncEngine
     from llmrt.config import Timeouts
-    from llmrt.engine import Engine
+    from llmrt.engine import Engine, EngineState
     from llmrt.errors import (
         ConfigError,
         EngineClosedError,
@@ -38,8 +39,9 @@ if TYPE_CHECKING:
     from llmrt.sampling import SamplingParams
 
 _HOME = {
+    "llmrt.async_engine": ("AsyncEngine",),
     "llmrt.config": ("Timeouts",),
-    "llmrt.engine": ("Engine",),
+    "llmrt.engine": ("Engine", "EngineState"),
     "llmrt.errors": (
         "ConfigError",
         "EngineClosedError",
@@ -72,6 +74,7 @@ _HOME = {
 _MODULE_OF = {name: module for module, names in _HOME.items() for name in names}
 
 __all__ = [
+    "AsyncEngine",
     "CloseReport",
     "CompletionOutput",
     "ConfigError",
@@ -80,6 +83,7 @@ __all__ = [
     "EngineDeadError",
     "EngineNotOpenError",
     "EngineStartError",
+    "EngineState",
     "EngineStats",
     "Increment",
     "LlmrtError",

@@ -118,7 +118,7 @@ class WorkerConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rendezvous:
-    """Where the ranks of one engine meet to form a torch.distributed group: a socket that is already bound."""
+    """Where the ranks of one engine meet to form a process group: a socket already bound."""
 
     host: str
     port: int
@@ -129,7 +129,9 @@ class Rendezvous:
 class ReportProgress(Protocol):
     """Tells the engine how far a rank is; its start-up limit counts from the last report."""
 
-    def __call__(self, phase: str, done: int = 0, total: int = 0) -> None: ...
+    def __call__(self, phase: str, done: int = 0, total: int = 0) -> None:
+        """Report a phase, and how much of how much of it is done."""
+        ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,18 +1,18 @@
 """Every exception llmrt raises, in one tree.
 
     LlmrtError
-    ├── ConfigError (ValueError)         you asked for something that cannot be: a bad option, no such model
-    ├── RequestError (ValueError)        you sent a request that cannot be served; the engine is unharmed
-    ├── EngineNotOpenError               you called a verb before `with Engine(...)` or `.open()`
-    ├── EngineClosedError                you called a verb after `close()`, or it was closed under your call
-    ├── RemoteCallError                  your function raised on a worker; the engine lives
-    ├── EngineStartError                 the engine did not come up; nothing is running, `open()` may be tried again
-    └── EngineDeadError                  the engine broke; sticky until it is re-opened
-        ├── WorkerDiedError              a worker process ended
-        ├── WorkerHungError              a worker did not answer in time
-        └── WorkerFailedError            llmrt's own code raised in a worker
+    ├── ConfigError (ValueError)    what you asked for cannot be: a bad option, no model
+    ├── RequestError (ValueError)   you sent what cannot be served; the engine lives
+    ├── EngineNotOpenError          you called a verb before `with Engine(...)` or `.open()`
+    ├── EngineClosedError           you called a verb after `close()`, or it closed under your call
+    ├── RemoteCallError             your function raised on a worker; the engine lives
+    ├── EngineStartError            the engine did not come up; nothing is left running
+    └── EngineDeadError             the engine broke; sticky until re-opened
+        ├── WorkerDiedError         a worker process ended
+        ├── WorkerHungError         a worker did not answer in time
+        └── WorkerFailedError       llmrt's own code raised in a worker
 
-Every class takes its message first and everything else by keyword with a default, so that every instance pickles.
+Every class takes its message first, everything else by keyword with a default: so all pickle.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankFailure:
-    """An exception that a worker raised, as text, so that it can always cross to another process."""
+    """An exception that a worker raised, as text, so that it always crosses to another process."""
 
     rank: int
     type_name: str
@@ -69,7 +69,7 @@ class EngineStartError(LlmrtError):
     def __init__(self, message: str, *, failures: tuple[RankFailure, ...] = ()) -> None:
         super().__init__(message)
         self.failures = failures
-        """What the ranks raised, first by time first; empty where no rank raised (a death, a time-out)."""
+        """What the ranks raised, in order of time; empty where none did (a death, a time-out)."""
 
 
 class EngineDeadError(LlmrtError):

@@ -1,6 +1,6 @@
 """All that crosses between the driver and a worker: commands, their replies, Batch and BatchResult.
 
-Plain data only (ints, floats, strings, bytes, tuples and dataclasses of them): no tensors, no live objects.
+Plain data only: ints, floats, strings, bytes, tuples and dataclasses of them. No tensors.
 
     driver                                   worker
       │ Load ───────────────────────────────► │  reads its shard
@@ -119,7 +119,7 @@ class NewSequence:
     seed: int
     """Of its random numbers: params.seed, or one that the engine drew."""
     eos_token_ids: tuple[int, ...]
-    """Ends that `min_tokens` must keep out, beside params.stop_token_ids; empty with ignore_eos."""
+    """Ends that `min_tokens` keeps out, beside params.stop_token_ids; empty with ignore_eos."""
     bad_word_ids: tuple[tuple[int, ...], ...] = ()
     """params.bad_words as token ids."""
     logits_processors: bytes = b""
@@ -143,7 +143,7 @@ class ScheduledSequence:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Batch:
-    """One step: what every worker is told. The workers keep each sequence's tokens and block table."""
+    """One step: what every worker is told. Tokens and block tables stay in the workers."""
 
     step: int
     new: tuple[NewSequence, ...] = ()
@@ -159,7 +159,7 @@ class Batch:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TokenLogprobs:
-    """Raw log-probabilities at one position, most likely first; the sampled (or prompt) token is always in it."""
+    """Raw log-probabilities at one position, likeliest first; the actual token is among them."""
 
     token_ids: tuple[int, ...]
     logprobs: tuple[float, ...]

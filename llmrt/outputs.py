@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 FinishReason = Literal["stop", "length", "abort"]
-"""`stop`: EOS, a stop id or a stop string; `length`: max_tokens or the model's limit; `abort`: cancelled."""
+"""`stop`: EOS, stop id or stop string; `length`: a limit was reached; `abort`: cancelled."""
 
 EndedBy = Literal["asked", "SIGTERM", "SIGKILL", "already gone"]
 """The rung of the stop ladder at which a worker ended."""
@@ -98,7 +98,7 @@ class WorkerCloseReport:
     rank: int
     pid: int
     group_destroyed: bool
-    """Whether it said that it destroyed its collective group (true where it had none to destroy)."""
+    """Whether it said that its collective group is destroyed (true where it had none)."""
     ended_by: EndedBy
     exit_code: int | None
     """Negative for a signal, as in subprocess; None where nobody could tell."""

@@ -1,4 +1,4 @@
-"""SamplingParams: how the tokens of one request are chosen and when they end. Names and meanings are vLLM's."""
+"""SamplingParams: how the tokens of a request are chosen, and when it ends. Names are vLLM's."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from typing import Any
 from llmrt.errors import RequestError
 
 GREEDY_TEMPERATURE = 1e-5
-"""Below this a distribution has no second choice left in float32; such a request is decoded greedily."""
+"""Below this, float32 leaves a distribution no second choice: such a request is greedy."""
 
 LogitsProcessor = Callable[..., Any]
-"""`f(output_token_ids, logits_V) -> logits_V`, or with the prompt's ids as a first argument; runs on rank 0."""
+"""`f(output_ids, logits_V) -> logits_V` or `f(prompt_ids, output_ids, logits_V) -> logits_V`."""
 
 
 @dataclass(frozen=True, kw_only=True)

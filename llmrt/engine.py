@@ -1,0 +1,555 @@
+"""Engine: the object users hold. It opens, closes, and hands every verb to its session.
+
+Nothing starts in the constructor; `with` or `.open()` starts, the end of the block or `.close()`
+ends. A closed engine can be opened again.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import threading
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from enum import Enum
+from typing import TYPE_CHECKING, Any, Literal
+
+from typing_extensions import Self
+
+from llmrt.by_value import dumps, loads
+from llmrt.checkpoint.resolve import resolve
+from llmrt.config import DEFAULT_BLOCK_SIZE, DTypeName, EngineConfig, Timeouts
+from llmrt.display.progress import Progress
+from llmrt.errors import (
+    EngineClosedError,
+    EngineNotOpenError,
+    EngineStartError,
+    LlmrtError,
+    RemoteCallError,
+)
+from llmrt.generation import Generation, GenerationFuture
+from llmrt.intake import (
+    Intake,
+    Limits,
+    Message,
+    Prompt,
+    as_conversations,
+    as_prompts,
+    default_params,
+    is_conversation,
+    params_per_prompt,
+)
+from llmrt.launch_plan import LaunchPlan, make_launch_plan
+from llmrt.messages import CallFunction, FunctionRaised, FunctionReturned
+from llmrt.options import reject_unknown_options
+from llmrt.outputs import CloseReport, EngineStats, RequestOutput, TimelineEntry, WorkerInfo
+from llmrt.runtime.live_sessions import track
+from llmrt.sampling import SamplingParams
+from llmrt.session import RemoteCall, Session, SessionState
+from llmrt.streams import Stream, StreamBuffer
+from llmrt.tokenizer import Tokenizer
+from llmrt.worker_output import forward_output
+
+if TYPE_CHECKING:
+    from llmrt.runtime.start_method import StartMethod
+
+
+class EngineState(Enum):
+    """Where an engine is in its life."""
+
+    NEW = "new"
+    """Never opened."""
+    STARTING = "starting"
+    """Its workers come up."""
+    RUNNING = "running"
+    """It serves requests."""
+    CLOSING = "closing"
+    """Its workers are being stopped."""
+    CLOSED = "closed"
+    """Closed; it may be opened again."""
+    DEAD = "dead"
+    """It broke; it may be opened again."""
+
+
+class Engine:
+    """Runs one large language model on worker processes that live as long as its `with` block.
+
+        with Engine("path/or/hub-id", tp=2) as llm:
+            print(llm.generate("The capital of France is")[0].text)
+
+    Args:
+        model: A directory or GGUF file, a Hub id, or None for the small default model
+            (SmolLM2-135M-Instruct).
+        tp: Number of ranks the model is split over (tensor parallelism).
+        backend: `auto`, `mp` (worker processes on this machine), `inprocess` (no worker process,
+            for debugging), or a Launcher.
+        device: `auto`, `cpu` or `cuda`.
+        dtype: `auto` (as the checkpoint is stored), `float32`, `bfloat16` or `float16`.
+        start_method: `auto`, `fork` or `spawn`: how the process that owns the workers is born.
+        max_model_len: Most tokens of a sequence, prompt and output; None is the model's limit.
+        max_num_seqs: Most sequences in one step.
+        max_num_batched_tokens: Most tokens in one step; longer prompts run in chunks.
+        kv_cache_bytes: Size of the KV cache, all ranks together; None measures.
+        gpu_memory_fraction: How much of a GPU's memory the engine may use.
+        block_size: Tokens per block of the KV cache.
+        prefix_caching: Keep computed prompts for later requests that begin alike.
+        quantization: Reserved.
+        num_threads: Native threads per rank on a CPU; None is its share of the cores.
+        seed: Of the requests that have none of their own.
+        placement_group: A Ray placement group, for `backend="ray"`.
+        timeouts: Every limit on waiting.
+        progress: Show progress on stderr: True, False, or `auto` (in a terminal or notebook).
+        env: Environment variables for the workers, beside those they inherit.
+
+    Raises:
+        ConfigError: an option is out of its range.
+        TypeError: an option does not exist; the message suggests the nearest.
+    """
+
+    def __init__(
+        self,
+        model: str | os.PathLike[str] | None = None,
+        *,
+        tp: int = 1,
+        backend: Any = "auto",
+        device: str = "auto",
+        dtype: DTypeName = "auto",
+        start_method: Literal["auto", "fork", "spawn"] = "auto",
+        max_model_len: int | None = None,
+        max_num_seqs: int = 64,
+        max_num_batched_tokens: int = 2048,
+        kv_cache_bytes: int | None = None,
+        gpu_memory_fraction: float = 0.9,
+        block_size: int = DEFAULT_BLOCK_SIZE,
+        prefix_caching: bool = True,
+        quantization: str | None = None,
+        num_threads: int | None = None,
+        seed: int = 0,
+        placement_group: Any = None,
+        timeouts: Timeouts | None = None,
+        progress: Literal["auto"] | bool = "auto",
+        env: Mapping[str, str] | None = None,
+        **unknown: Any,
+    ) -> None:
+        reject_unknown_options(unknown)
+        self._options = EngineConfig(
+            model=None if model is None else os.fspath(model),
+            tp=tp,
+            backend=backend,
+            device=device,
+            dtype=dtype,
+            start_method=start_method,
+            max_model_len=max_model_len,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            kv_cache_bytes=kv_cache_bytes,
+            gpu_memory_fraction=gpu_memory_fraction,
+            block_size=block_size,
+            prefix_caching=prefix_caching,
+            quantization=quantization,
+            num_threads=num_threads,
+            seed=seed,
+            placement_group=placement_group,
+            timeouts=timeouts or Timeouts(),
+            progress=progress,
+            env=None if env is None else dict(env),
+        )
+        self._lifecycle = threading.RLock()
+        self._session: Session | None = None
+        self._open_cancelled = False
+        self._opened: _Opened | None = None
+        self._finalizer: weakref.finalize[..., Engine] | None = None
+        self._request_numbers = itertools.count()
+
+    # ---- life ----
+
+    def open(self) -> Self:
+        """Start the workers and load the model; return the engine.
+
+        Raises:
+            ConfigError: model, options and machine do not go together; nothing was started.
+            EngineStartError: the workers did not come up; nothing is left running.
+            LlmrtError: the engine is open already.
+        """
+        self._check_owner()
+        with self._lifecycle:
+            if self.state in (EngineState.STARTING, EngineState.RUNNING):
+                raise LlmrtError("the engine is open already; close it before opening it again.")
+            self._start()
+        return self
+
+    def close(self, timeout: float | None = None) -> CloseReport:
+        """Stop every worker and return how each ended; everything is gone when it returns.
+
+        May be called twice, from any thread, and on an engine that broke.
+
+        Args:
+            timeout: Seconds until what still runs is killed; None is `timeouts.close`.
+        """
+        session = self._session
+        if session is None:
+            return CloseReport(workers=(), seconds=0.0)
+        self._check_owner()
+        if session.is_own_thread:
+            raise LlmrtError("close() was called from a callback of this engine's own thread.")
+        report = session.close(self._options.timeouts.close if timeout is None else timeout)
+        if self._finalizer is not None:
+            self._finalizer.detach()
+        return report or CloseReport(workers=(), seconds=0.0)
+
+    def cancel_open(self) -> None:
+        """Make an `open()` that runs in another thread give up; it raises EngineStartError."""
+        self._open_cancelled = True
+        if self._session is not None and self.state is EngineState.STARTING:
+            self._session.ask_to_close()
+
+    def restart(self) -> Self:
+        """Close, then open: a fresh engine in the same object."""
+        self.close()
+        return self.open()
+
+    def __enter__(self) -> Self:
+        return self.open()
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @property
+    def state(self) -> EngineState:
+        """Where the engine is in its life."""
+        if self._session is None:
+            return EngineState.NEW
+        return EngineState(self._session.state.value)
+
+    def is_healthy(self) -> bool:
+        """Return whether the engine is open and all its workers live."""
+        return self.state is EngineState.RUNNING
+
+    # ---- generation ----
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        priority: int = 0,
+    ) -> list[RequestOutput]:
+        """Generate for one prompt or many; return their outputs in order.
+
+        Args:
+            prompts: Text, token ids, or a list of either. Text gets the tokenizer's special
+                tokens, such as BOS, unless it begins with them.
+            params: One for all or one per prompt; None is what the model's
+                generation_config.json says, else vLLM's defaults.
+            priority: Lower runs first.
+
+        Raises:
+            RequestError: a prompt or parameter cannot be served; none of the prompts was started.
+            EngineDeadError: the engine broke while it generated.
+        """
+        return _results(self.submit_prompts(prompts, params, priority=priority))
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        priority: int = 0,
+        **template_options: Any,
+    ) -> list[RequestOutput]:
+        """Answer one conversation or many, through the model's chat template.
+
+        Args:
+            messages: `[{"role": "user", "content": "..."}]`, or a list of such lists.
+            params: As for `generate`.
+            priority: Lower runs first.
+            **template_options: Handed to the template: `tools`, `chat_template`,
+                `add_generation_prompt`, `continue_final_message` and the model's own.
+
+        Raises:
+            RequestError: the model has no chat template, or it refuses the messages.
+        """
+        return _results(self.submit_chats(messages, params, priority, template_options))
+
+    def submit(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        request_id: str | None = None,
+        priority: int = 0,
+    ) -> GenerationFuture:
+        """Queue one prompt and return a future of its RequestOutput; `cancel()` aborts it."""
+        opened = self._require_open()
+        request, text = opened.intake.request(
+            request_id or self._new_request_id(), prompt, params, priority=priority
+        )
+        return self._send(request, text).future
+
+    def stream(
+        self,
+        prompt: Prompt | Sequence[Message],
+        params: SamplingParams | None = None,
+        *,
+        priority: int = 0,
+        **template_options: Any,
+    ) -> Stream:
+        """Generate for one prompt or one conversation; return an iterator of Increments.
+
+        Dropping, closing or leaving the iterator aborts the request.
+        """
+        return Stream(*self.begin_stream(prompt, params, priority, template_options), owner=self)
+
+    # ---- workers ----
+
+    def collective_rpc(
+        self, fn: Callable[..., Any], *args: Any, timeout: float | None = None, **kwargs: Any
+    ) -> list[Any]:
+        """Run `fn(worker, *args, **kwargs)` on every worker; return the results by rank.
+
+        Functions and objects typed in a notebook or script travel by value.
+
+        Raises:
+            RemoteCallError: it raised on a worker; the engine lives.
+            TimeoutError: it took longer than *timeout* seconds; its result is dropped.
+            RequestError: something cannot be pickled; the message names it.
+        """
+        return self._wait_for_call(self.begin_call(fn, args, kwargs), timeout)
+
+    def apply_model(self, fn: Callable[[Any], Any], *, timeout: float | None = None) -> list[Any]:
+        """Run *fn* on every rank's `torch.nn.Module`; return the results by rank."""
+        return self._wait_for_call(self.begin_call(fn, on_model=True), timeout)
+
+    @property
+    def workers(self) -> tuple[WorkerInfo, ...]:
+        """The worker processes, by rank; empty before the engine is opened."""
+        return () if self._session is None else self._session.group.workers
+
+    @property
+    def start_method(self) -> StartMethod:
+        """How the guard was started, and why."""
+        return self._require_session().group.start_method
+
+    @property
+    def timeline(self) -> tuple[TimelineEntry, ...]:
+        """What happened, when, while the engine started."""
+        return () if self._session is None else tuple(self._session.timeline)
+
+    def stats(self) -> EngineStats:
+        """Return a snapshot of what the engine is doing."""
+        session = self._require_open().session
+        assert session.scheduler is not None
+        return session.scheduler.stats(session.num_steps)
+
+    # ---- what AsyncEngine shares: the same verbs, before the waiting ----
+
+    def submit_prompts(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None,
+        *,
+        priority: int,
+    ) -> list[GenerationFuture]:
+        """Check every prompt, then queue them all; return their futures in order."""
+        items = as_prompts(prompts)
+        intake = self._require_open().intake
+        built = [
+            intake.request(self._new_request_id(), prompt, p, priority=priority)
+            for prompt, p in zip(items, params_per_prompt(params, len(items)), strict=True)
+        ]
+        return [self._send(request, text).future for request, text in built]
+
+    def submit_chats(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        params: SamplingParams | Sequence[SamplingParams] | None,
+        priority: int,
+        template_options: Mapping[str, Any],
+    ) -> list[GenerationFuture]:
+        """Check every conversation, then queue them all; return their futures in order."""
+        chats = as_conversations(messages)
+        opened = self._require_open()
+        built = [
+            opened.chat_request(self._new_request_id(), chat, p, priority, template_options)
+            for chat, p in zip(chats, params_per_prompt(params, len(chats)), strict=True)
+        ]
+        return [self._send(request, text).future for request, text in built]
+
+    def begin_stream(
+        self,
+        prompt: Prompt | Sequence[Message],
+        params: SamplingParams | None,
+        priority: int,
+        template_options: Mapping[str, Any],
+    ) -> tuple[StreamBuffer, Callable[[], None]]:
+        """Queue one request; return where its increments arrive and what aborts it."""
+        opened = self._require_open()
+        request_id = self._new_request_id()
+        if is_conversation(prompt):
+            request, text = opened.chat_request(
+                request_id, prompt, params, priority, template_options
+            )
+        else:
+            request, text = opened.intake.request(request_id, prompt, params, priority=priority)
+        generation = self._send(request, text, streaming=True)
+        assert generation.buffer is not None
+        return generation.buffer, opened.aborter(request_id)
+
+    def begin_call(
+        self,
+        fn: Callable[..., Any],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+        *,
+        on_model: bool = False,
+    ) -> RemoteCall:
+        """Queue a function to run on every worker."""
+        session = self._require_open().session
+        payload = dumps((fn, tuple(args), dict(kwargs or {})), getattr(fn, "__name__", "fn"))
+        return session.call(CallFunction(payload=payload, on_model=on_model))
+
+    def abandon_call(self, call: RemoteCall) -> None:
+        """Say that nobody waits for this call any more."""
+        self._require_session().abandon(call)
+
+    # ---- within ----
+
+    def _start(self) -> None:
+        options = self._options
+        self._open_cancelled = False
+        progress = Progress(options.progress)
+        with progress:
+            checkpoint = resolve(options.model, progress=progress)
+            plan = make_launch_plan(options, checkpoint)
+            if self._open_cancelled:
+                raise EngineStartError("the opening was cancelled; nothing was started.")
+            session = Session(plan, on_phase=progress.phase, on_output=forward_output)
+            self._session = session
+            session.start()
+            try:
+                tokenizer = Tokenizer.from_checkpoint(checkpoint)
+                session.started.result()
+            except BaseException:
+                session.close(0.0)
+                raise
+        self._opened = _Opened(session, plan, tokenizer, checkpoint.generation_config)
+        self._finalizer = weakref.finalize(self, Session.drop, session)
+        self._finalizer.atexit = False
+        track(session)
+
+    def _send(self, request: Any, text: str | None, *, streaming: bool = False) -> Generation:
+        opened = self._require_open()
+        generation = Generation(
+            request,
+            text,
+            opened.tokenizer,
+            on_cancel=opened.aborter(request.request_id),
+            streaming=streaming,
+        )
+        opened.session.add(generation)
+        return generation
+
+    def _wait_for_call(self, call: RemoteCall, timeout: float | None) -> list[Any]:
+        try:
+            return results_of_call(call.future.result(timeout))
+        except RemoteCallError:
+            raise
+        except BaseException:
+            self.abandon_call(call)
+            raise
+
+    def _require_session(self) -> Session:
+        if self._session is None:
+            raise EngineNotOpenError(
+                "the engine is not open: use `with Engine(...) as llm:` or call `.open()`."
+            )
+        self._check_owner()
+        return self._session
+
+    def _require_open(self) -> _Opened:
+        session = self._require_session()
+        if session.is_own_thread:
+            raise LlmrtError(
+                "an engine was called from a callback on its own thread, which would wait for "
+                "itself: hand the work to another thread."
+            )
+        if session.error is not None:
+            raise session.error.with_traceback(None)
+        if session.state is not SessionState.RUNNING or self._opened is None:
+            raise EngineNotOpenError("the engine is still starting: wait until `open()` returns.")
+        return self._opened
+
+    def _check_owner(self) -> None:
+        session = self._session
+        if session is not None and session.owner_pid != os.getpid():
+            raise EngineClosedError(
+                f"this engine belongs to process {session.owner_pid}; this is a fork of it "
+                f"(process {os.getpid()}), which can neither use nor close it. Open an engine of "
+                "its own here."
+            )
+
+    def _new_request_id(self) -> str:
+        return f"request-{next(self._request_numbers)}"
+
+
+class _Opened:
+    """What the verbs of an open engine need."""
+
+    def __init__(
+        self,
+        session: Session,
+        plan: LaunchPlan,
+        tokenizer: Tokenizer,
+        generation_config: Mapping[str, Any] | None,
+    ) -> None:
+        self.session = session
+        self.tokenizer = tokenizer
+        eos = {*plan.model.eos_token_ids, *tokenizer.eos_token_ids}
+        self.limits = Limits(
+            vocab_size=plan.model.vocab_size,
+            eos_token_ids=tuple(sorted(eos)),
+            default_params=default_params(generation_config),
+        )
+        self.intake = Intake(tokenizer, self.limits, plan.options.seed)
+
+    def chat_request(
+        self,
+        request_id: str,
+        messages: Sequence[Message],
+        params: SamplingParams | None,
+        priority: int,
+        template_options: Mapping[str, Any],
+    ) -> tuple[Any, str | None]:
+        text = self.tokenizer.apply_chat_template(messages, **template_options)
+        return self.intake.request(
+            request_id, text, params, priority=priority, add_special_tokens=False
+        )
+
+    def aborter(self, request_id: str) -> Callable[[], None]:
+        """Return what aborts a request; it holds the session, not the engine."""
+        session = self.session
+        return lambda: session.abort(request_id)
+
+
+def _results(futures: Sequence[Future[RequestOutput]]) -> list[RequestOutput]:
+    """Wait for all; where one fails, or the caller is interrupted, abort the others."""
+    try:
+        return [future.result() for future in futures]
+    except BaseException:
+        for future in futures:
+            future.cancel()
+        raise
+
+
+def results_of_call(replies: Sequence[FunctionReturned | FunctionRaised]) -> list[Any]:
+    """Return what a function returned on every rank.
+
+    Raises:
+        RemoteCallError: it raised on at least one.
+    """
+    failures = tuple(r.failure for r in replies if isinstance(r, FunctionRaised))
+    if failures:
+        listed = "\n".join(f"{f}\n{f.traceback}" for f in failures)
+        raise RemoteCallError(f"the function raised on {listed}", failures=failures)
+    return [loads(r.payload) for r in replies if isinstance(r, FunctionReturned)]

@@ -1,0 +1,189 @@
+"""Intake: turns what a caller gives (text, token ids, parameters) into checked Requests."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypeAlias, cast
+
+from llmrt.by_value import dumps
+from llmrt.errors import RequestError
+from llmrt.sampling import SamplingParams
+from llmrt.scheduler.request import Request
+from llmrt.tokenizer import Tokenizer
+
+Prompt: TypeAlias = "str | Sequence[int] | Mapping[str, Any]"
+"""Text, token ids, or vLLM's dict with `prompt` or `prompt_token_ids`."""
+Message: TypeAlias = "Mapping[str, Any]"
+
+_GENERATION_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """What the model sets for every request."""
+
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+    default_params: SamplingParams
+    """Used where a caller gives no parameters."""
+
+
+def default_params(generation_config: Mapping[str, Any] | None) -> SamplingParams:
+    """Return vLLM's defaults, changed by what a model's generation_config.json sets."""
+    config = generation_config or {}
+    changes: dict[str, Any] = {
+        name: config[name] for name in _GENERATION_DEFAULTS if config.get(name) is not None
+    }
+    if config.get("max_new_tokens") is not None:
+        changes["max_tokens"] = config["max_new_tokens"]
+    return SamplingParams(**changes)
+
+
+class Intake:
+    """Builds the requests of one session."""
+
+    def __init__(self, tokenizer: Tokenizer, limits: Limits, seed: int) -> None:
+        self._tokenizer = tokenizer
+        self._limits = limits
+        self._random = random.Random(seed)
+
+    def request(
+        self,
+        request_id: str,
+        prompt: Prompt,
+        params: SamplingParams | None,
+        *,
+        priority: int = 0,
+        add_special_tokens: bool = True,
+    ) -> tuple[Request, str | None]:
+        """Return the request and, where there is one, its prompt as text.
+
+        Raises:
+            RequestError: the prompt or a parameter cannot be served by this model.
+        """
+        text, token_ids = self._prompt(prompt, add_special_tokens)
+        params = params if params is not None else self._limits.default_params
+        self._check_ids("prompt", token_ids)
+        self._check_params(params)
+        return self._build(request_id, token_ids, params, priority), text
+
+    def _build(
+        self, request_id: str, token_ids: tuple[int, ...], params: SamplingParams, priority: int
+    ) -> Request:
+        processors = params.logits_processors
+        return Request(
+            request_id=request_id,
+            prompt_token_ids=token_ids,
+            params=replace(params, logits_processors=None) if processors else params,
+            eos_token_ids=() if params.ignore_eos else self._limits.eos_token_ids,
+            seed=params.seed if params.seed is not None else self._random.getrandbits(63),
+            priority=priority,
+            bad_word_ids=self._bad_word_ids(params.bad_words or ()),
+            logits_processors=dumps(processors, "logits_processors") if processors else b"",
+        )
+
+    def _prompt(
+        self, prompt: Prompt, add_special_tokens: bool
+    ) -> tuple[str | None, tuple[int, ...]]:
+        if isinstance(prompt, Mapping):
+            prompt = _prompt_of_dict(prompt)
+        if isinstance(prompt, str):
+            return prompt, tuple(self._tokenizer.encode(prompt, add_special_tokens))
+        return None, tuple(prompt)
+
+    def _check_ids(self, what: str, token_ids: Sequence[int]) -> None:
+        vocab_size = self._limits.vocab_size
+        for token_id in token_ids:
+            if type(token_id) is not int:
+                raise RequestError(f"{what} holds {token_id!r}, which is not a token id.")
+            if not 0 <= token_id < vocab_size:
+                raise RequestError(
+                    f"{what} holds token id {token_id}; this model's ids are 0 to {vocab_size - 1}."
+                )
+
+    def _check_params(self, params: object) -> None:
+        if not isinstance(params, SamplingParams):
+            raise RequestError(f"params must be a SamplingParams, not {type(params).__name__}.")
+        self._check_ids("stop_token_ids", params.stop_token_ids or ())
+        self._check_ids("allowed_token_ids", params.allowed_token_ids or ())
+        self._check_ids("logit_bias", tuple(params.logit_bias or ()))
+        for name in ("logprobs", "prompt_logprobs"):
+            if (getattr(params, name) or 0) > self._limits.vocab_size:
+                raise RequestError(
+                    f"{name}={getattr(params, name)} is above the vocabulary of "
+                    f"{self._limits.vocab_size}; -1 asks for all."
+                )
+
+    def _bad_word_ids(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+        """Return each word as it is tokenised at the start of a text and after a space."""
+        found = {
+            tuple(self._tokenizer.encode(spelled, False))
+            for word in words
+            for spelled in (word, f" {word.lstrip()}")
+        }
+        return tuple(sorted(found - {()}))
+
+
+def as_prompts(prompts: object) -> list[Prompt]:
+    """Return one prompt or many as a list.
+
+    Raises:
+        RequestError: it is neither.
+    """
+    if isinstance(prompts, (str, Mapping)):
+        return [cast("Prompt", prompts)]
+    if not isinstance(prompts, Sequence):
+        raise RequestError(
+            f"a prompt is a str or a list of token ids, not {type(prompts).__name__}."
+        )
+    items = cast("Sequence[Any]", prompts)
+    if items and all(isinstance(item, int) for item in items):
+        return [cast("Sequence[int]", items)]
+    return list(items)
+
+
+def is_conversation(prompt: object) -> bool:
+    """Return whether this is a list of messages, not a prompt."""
+    if not isinstance(prompt, Sequence) or isinstance(prompt, str) or not prompt:
+        return False
+    return isinstance(prompt[0], Mapping) and "role" in prompt[0]
+
+
+def as_conversations(messages: Any) -> list[Sequence[Message]]:
+    """Return one conversation or many as a list.
+
+    Raises:
+        RequestError: it is neither.
+    """
+    if not isinstance(messages, Sequence) or isinstance(messages, str):
+        raise RequestError(
+            'messages is a list like [{"role": "user", "content": "..."}], '
+            f"not {type(messages).__name__}."
+        )
+    return [messages] if is_conversation(messages) else list(messages)
+
+
+def params_per_prompt(
+    params: SamplingParams | Sequence[SamplingParams] | None, num_prompts: int
+) -> list[SamplingParams | None]:
+    """Return one SamplingParams (or None) per prompt.
+
+    Raises:
+        RequestError: a list of another length was given.
+    """
+    if params is None or not isinstance(params, Sequence):
+        return [params] * num_prompts
+    if len(params) != num_prompts:
+        raise RequestError(f"{num_prompts} prompts came with {len(params)} SamplingParams.")
+    return list(params)
+
+
+def _prompt_of_dict(prompt: Mapping[str, Any]) -> str | Sequence[int]:
+    for key in ("prompt_token_ids", "prompt"):
+        if prompt.get(key) is not None:
+            return prompt[key]
+    raise RequestError(
+        f"a prompt dict needs `prompt` or `prompt_token_ids`; this one has {sorted(prompt)}."
+    )

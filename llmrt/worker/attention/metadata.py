@@ -1,0 +1,162 @@
+"""What attention has to know of a step: built once, read by every layer.
+
+A step runs T tokens. Those of sequences that run one token (decodes) come first, then the prefill
+chunks one after the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from llmrt.worker.device import Placement
+from llmrt.worker.kv_cache import KVCache
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Span:
+    """The tokens that one sequence runs in a step."""
+
+    row: int
+    """Its first row among the tokens of the step."""
+    start: int
+    """Position of that token in the sequence."""
+    num_tokens: int
+    block_ids: Sequence[int]
+    """The sequence's block table."""
+
+    @property
+    def end(self) -> int:
+        """Position after the last token."""
+        return self.start + self.num_tokens
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DecodeGroup:
+    """Decodes with contexts of similar length, padded to one number of blocks."""
+
+    rows_B: Tensor
+    block_ids_M: Tensor
+    """The blocks of all sequences, one sequence after the other."""
+    mask_B11S: Tensor
+    """0 where a token is seen, -inf elsewhere."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PrefillChunk:
+    """A chunk of a prompt."""
+
+    rows: slice
+    block_ids_M: Tensor | None
+    """None where the chunk sees only itself: its keys need not be read back."""
+    num_context: int
+    """Tokens in those blocks, up to the end of the chunk."""
+    mask_TS: Tensor | None
+    """None for plain causal."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AttentionPlan:
+    """The work of one layer."""
+
+    decodes: tuple[DecodeGroup, ...]
+    prefills: tuple[PrefillChunk, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AttentionMetadata:
+    """All that a model needs of a step beside ids and positions."""
+
+    cache: KVCache
+    slot_mapping_T: Tensor
+    """Where each token's key and value are stored."""
+    plans: Mapping[int | None, AttentionPlan]
+    """By sliding window; None is full attention."""
+    lengths_T: Tensor | None = None
+    """For RoPE that depends on it: the larger of prompt length and position + 1."""
+
+
+def build_plan(
+    spans: Sequence[Span], window: int | None, block_size: int, placement: Placement
+) -> AttentionPlan:
+    """Return the work of the layers with this window."""
+    decodes = [s for s in spans if s.num_tokens == 1]
+    buckets: dict[int, list[Span]] = {}
+    for span in decodes:
+        buckets.setdefault(_bucket(len(_visible_blocks(span, window, block_size))), []).append(span)
+    return AttentionPlan(
+        decodes=tuple(
+            _decode_group(group, window, block_size, placement) for group in buckets.values()
+        ),
+        prefills=tuple(
+            _prefill_chunk(s, window, block_size, placement) for s in spans if s.num_tokens > 1
+        ),
+    )
+
+
+def _bucket(num_blocks: int) -> int:
+    """Return the size class of a context: padding to its longest at most doubles the copy."""
+    return max(3, (num_blocks - 1).bit_length())
+
+
+def _first_visible(position: int, window: int | None) -> int:
+    return 0 if window is None else max(0, position - window + 1)
+
+
+def _visible_blocks(span: Span, window: int | None, block_size: int) -> Sequence[int]:
+    """Return the blocks that hold what the span's tokens see, themselves included."""
+    first = _first_visible(span.start, window) // block_size
+    return span.block_ids[first : (span.end - 1) // block_size + 1]
+
+
+def _decode_group(
+    spans: Sequence[Span], window: int | None, block_size: int, placement: Placement
+) -> DecodeGroup:
+    tables = [list(_visible_blocks(s, window, block_size)) for s in spans]
+    num_blocks = max(map(len, tables))
+    # Padding repeats the last block: it is in the processor's cache already.
+    padded = [table + table[-1:] * (num_blocks - len(table)) for table in tables]
+    firsts = [_first_visible(s.start, window) for s in spans]
+    offsets = [first // block_size * block_size for first in firsts]
+    seen_from_B = torch.tensor([f - o for f, o in zip(firsts, offsets, strict=True)])
+    seen_to_B = torch.tensor([s.start - o for s, o in zip(spans, offsets, strict=True)])
+    token_S = torch.arange(num_blocks * block_size)
+    is_seen_BS = (token_S >= seen_from_B[:, None]) & (token_S <= seen_to_B[:, None])
+    return DecodeGroup(
+        rows_B=torch.tensor([s.row for s in spans], device=placement.device),
+        block_ids_M=torch.tensor(padded, device=placement.device).flatten(),
+        mask_B11S=_additive(is_seen_BS, placement)[:, None, None, :],
+    )
+
+
+def _prefill_chunk(
+    span: Span, window: int | None, block_size: int, placement: Placement
+) -> PrefillChunk:
+    blocks = None
+    base = 0
+    if span.start > 0:
+        base = _first_visible(span.start, window) // block_size * block_size
+        visible = list(_visible_blocks(span, window, block_size))
+        blocks = torch.tensor(visible, device=placement.device)
+    is_plain = span.start == 0 and (window is None or window >= span.num_tokens)
+    return PrefillChunk(
+        rows=slice(span.row, span.row + span.num_tokens),
+        block_ids_M=blocks,
+        num_context=span.end - base,
+        mask_TS=None if is_plain else _additive(_is_seen_TS(span, base, window), placement),
+    )
+
+
+def _is_seen_TS(span: Span, base: int, window: int | None) -> Tensor:
+    query_T1 = torch.arange(span.start, span.end)[:, None]
+    key_S = torch.arange(base, span.end)
+    is_seen_TS = key_S <= query_T1
+    return is_seen_TS if window is None else is_seen_TS & (key_S > query_T1 - window)
+
+
+def _additive(is_seen: Tensor, placement: Placement) -> Tensor:
+    mask = torch.zeros(is_seen.shape, dtype=placement.dtype)
+    return mask.masked_fill_(~is_seen, float("-inf")).to(placement.device)

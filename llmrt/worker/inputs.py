@@ -1,0 +1,137 @@
+"""From a Batch to tensors: which tokens run, at which positions, against which blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from llmrt.messages import ScheduledSequence
+from llmrt.model_config import ModelConfig
+from llmrt.worker.attention.metadata import AttentionMetadata, Span, build_plan
+from llmrt.worker.device import Placement
+from llmrt.worker.kv_cache import KVCache
+from llmrt.worker.sequence import SequenceState
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PromptRows:
+    """Rows of a step whose logits score prompt tokens."""
+
+    sequence: SequenceState
+    rows: range
+    start: int
+    """The prompt token that the first row's logits predict."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepInputs:
+    """One step, as tensors on the model's device."""
+
+    input_ids_T: Tensor
+    positions_T: Tensor
+    attention: AttentionMetadata
+    sampling: tuple[SequenceState, ...]
+    """Sequences whose next token is sampled."""
+    sampling_rows_R: Tensor
+    """The last row of each of them."""
+    prompt_rows: tuple[PromptRows, ...]
+
+
+class InputBuilder:
+    """Builds the tensors of a step."""
+
+    def __init__(self, model: ModelConfig, cache: KVCache, placement: Placement) -> None:
+        self._cache = cache
+        self._placement = placement
+        self._windows = frozenset(model.windows) or frozenset({None})
+        self._needs_lengths = model.rope.depends_on_prompt_length
+
+    def build(
+        self, scheduled: Sequence[ScheduledSequence], sequences: Mapping[int, SequenceState]
+    ) -> StepInputs:
+        """Return the inputs of a step; decodes come first."""
+        ordered = sorted(scheduled, key=lambda s: s.num_tokens > 1)
+        states = [sequences[s.seq_id] for s in ordered]
+        spans = _spans(ordered, states)
+        positions = [p for span in spans for p in range(span.start, span.end)]
+        return StepInputs(
+            input_ids_T=self._tensor(
+                [
+                    token_id
+                    for span, state in zip(spans, states, strict=True)
+                    for token_id in state.token_ids[span.start : span.end]
+                ]
+            ),
+            positions_T=self._tensor(positions),
+            attention=self._attention(spans, states),
+            sampling=tuple(state for s, state in zip(ordered, states, strict=True) if s.samples),
+            sampling_rows_R=self._tensor(
+                [
+                    span.row + span.num_tokens - 1
+                    for s, span in zip(ordered, spans, strict=True)
+                    if s.samples
+                ]
+            ),
+            prompt_rows=_prompt_rows(spans, states),
+        )
+
+    def _attention(
+        self, spans: Sequence[Span], states: Sequence[SequenceState]
+    ) -> AttentionMetadata:
+        block_size = self._cache.block_size
+        slots = [slot for span in spans for slot in _slots(span, block_size)]
+        lengths = None
+        if self._needs_lengths:
+            lengths = self._tensor(
+                [
+                    max(state.num_prompt_tokens, position + 1)
+                    for span, state in zip(spans, states, strict=True)
+                    for position in range(span.start, span.end)
+                ]
+            )
+        return AttentionMetadata(
+            cache=self._cache,
+            slot_mapping_T=self._tensor(slots),
+            plans={w: build_plan(spans, w, block_size, self._placement) for w in self._windows},
+            lengths_T=lengths,
+        )
+
+    def _tensor(self, values: list[int]) -> Tensor:
+        return torch.tensor(values, dtype=torch.int64, device=self._placement.device)
+
+
+def _spans(ordered: Sequence[ScheduledSequence], states: Sequence[SequenceState]) -> list[Span]:
+    spans = []
+    row = 0
+    for scheduled, state in zip(ordered, states, strict=True):
+        spans.append(
+            Span(
+                row=row,
+                start=scheduled.start,
+                num_tokens=scheduled.num_tokens,
+                block_ids=state.block_ids,
+            )
+        )
+        row += scheduled.num_tokens
+    return spans
+
+
+def _slots(span: Span, block_size: int) -> list[int]:
+    return [
+        span.block_ids[p // block_size] * block_size + p % block_size
+        for p in range(span.start, span.end)
+    ]
+
+
+def _prompt_rows(spans: Sequence[Span], states: Sequence[SequenceState]) -> tuple[PromptRows, ...]:
+    """Return the rows that predict prompt tokens, of the sequences that asked for them."""
+    found = []
+    for span, state in zip(spans, states, strict=True):
+        num_rows = min(span.end, state.num_prompt_tokens - 1) - span.start
+        if state.spec.params.prompt_logprobs is not None and num_rows > 0:
+            rows = range(span.row, span.row + num_rows)
+            found.append(PromptRows(sequence=state, rows=rows, start=span.start + 1))
+    return tuple(found)

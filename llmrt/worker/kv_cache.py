@@ -1,0 +1,69 @@
+"""KVCache: the tensors behind the block numbers of the scheduler.
+
+K KV heads of this rank, N blocks, B block size, D size of a head. Each layer has one tensor
+kv_2KNBD, the K key heads first, then the K value heads:
+
+    head 0      block 0: token 0 … 15 │ block 1: … │ …
+    head 1      block 0              │ …
+
+A block of one head is contiguous, so a context is gathered in few long copies, and comes out as
+(head, token, D), which is what attention multiplies with.
+"""
+
+from __future__ import annotations
+
+import math
+import mmap
+
+import torch
+from torch import Tensor
+
+from llmrt.worker.device import Placement
+
+
+class KVCache:
+    """Keys and values of all layers of one rank."""
+
+    def __init__(
+        self,
+        *,
+        num_layers: int,
+        num_blocks: int,
+        block_size: int,
+        num_kv_heads: int,
+        head_dim: int,
+        placement: Placement,
+    ) -> None:
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self._num_kv_heads = num_kv_heads
+        shape = (num_layers, 2 * num_kv_heads, num_blocks, block_size, head_dim)
+        self._layers = tuple(_zeros(shape, placement))
+
+    def write(self, layer: int, kv_THD: Tensor, slots_T: Tensor) -> None:
+        """Store the key heads, then value heads, of these tokens.
+
+        Args:
+            layer: number of the layer.
+            kv_THD: 2 K heads of each token.
+            slots_T: for each token block number x block size + place in the block.
+        """
+        self._layers[layer].flatten(1, 2).index_copy_(1, slots_T, kv_THD.transpose(0, 1))
+
+    def gather(self, layer: int, block_ids: Tensor) -> tuple[Tensor, Tensor]:
+        """Return keys_KSD and values_KSD of the tokens S of these blocks, in the order given."""
+        blocks = self._layers[layer].index_select(1, block_ids).flatten(1, 2)
+        keys_KSD, values_KSD = blocks.split(self._num_kv_heads)
+        return keys_KSD, values_KSD
+
+
+def _zeros(shape: tuple[int, ...], placement: Placement) -> Tensor:
+    """Return zeros: what was never written is multiplied by weight 0, which NaN would survive.
+
+    On a CPU they are anonymous pages: the kernel hands them out when first touched, and takes
+    them back at once when the tensor is gone.
+    """
+    if placement.device.type != "cpu":
+        return torch.zeros(shape, dtype=placement.dtype, device=placement.device)
+    num_bytes = math.prod(shape) * placement.dtype.itemsize
+    return torch.frombuffer(mmap.mmap(-1, num_bytes), dtype=placement.dtype).view(shape)

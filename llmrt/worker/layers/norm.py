@@ -1,0 +1,31 @@
+"""RMSNorm: the same on every rank."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from llmrt.worker.device import Placement
+from llmrt.worker.layers.linear import fill
+from llmrt.worker.layers.reading import read_checked
+from llmrt.worker.weights.reader import WeightReader
+
+
+class RMSNorm(nn.Module):
+    """x / sqrt(mean(x²) + eps) · weight, over the last dimension; computed in float32."""
+
+    def __init__(self, size: int, eps: float, placement: Placement) -> None:
+        super().__init__()
+        self._eps = eps
+        self.weight = nn.Parameter(
+            torch.empty(size, device=placement.device, dtype=placement.dtype), requires_grad=False
+        )
+
+    def load(self, reader: WeightReader, prefix: str) -> None:
+        """Read `prefix.weight`."""
+        fill(self.weight, [read_checked(reader, f"{prefix}.weight", tuple(self.weight.shape))])
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return *x* normalised, in its own dtype."""
+        return F.rms_norm(x, self.weight.shape, self.weight, self._eps)

@@ -1,0 +1,159 @@
+"""ModelRunner: one step after the other. Tokens stay here; the driver only names sequences.
+
+Rank 0 samples and tells the others, so that every rank appends the same token and the next step
+can run before the driver has seen this one's result.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from llmrt.config import WorkerConfig
+from llmrt.messages import (
+    Batch,
+    BatchResult,
+    NewSequence,
+    PromptLogprobs,
+    SampledToken,
+    SequenceFailure,
+)
+from llmrt.worker.device import Placement
+from llmrt.worker.inputs import InputBuilder, PromptRows, StepInputs
+from llmrt.worker.kv_cache import KVCache
+from llmrt.worker.models.decoder import Decoder
+from llmrt.worker.sequence import SequenceState
+from llmrt.worker.shard import shard_heads
+from llmrt.worker.tensor_parallel import TPGroup
+
+_ROWS_PER_SCORING = 256
+"""Prompt rows whose logits exist at one time: 50 MB at a vocabulary of 49,152."""
+
+
+class SampledTokens(Protocol):
+    """What a sampler returns; in the order of the sequences it was given."""
+
+    @property
+    def token_ids(self) -> Sequence[int] | Tensor:
+        """One for every sequence; a placeholder for one that failed."""
+        ...
+
+    @property
+    def tokens(self) -> tuple[SampledToken, ...]:
+        """What the driver is told."""
+        ...
+
+    @property
+    def failures(self) -> tuple[SequenceFailure, ...]:
+        """Sequences whose logits processor raised."""
+        ...
+
+
+class TokenSampler(Protocol):
+    """Chooses the next tokens."""
+
+    def sample(self, logits_RV: Tensor, sequences: Sequence[SequenceState]) -> SampledTokens:
+        """Return the next token of each sequence from its row of float32 logits."""
+        ...
+
+
+ScorePrompt = Callable[[Tensor, SequenceState, int], PromptLogprobs]
+"""`f(logits_TV, sequence, start)`: log-probabilities of the prompt tokens from *start* on."""
+
+
+class ModelRunner:
+    """Runs batches through a model, and keeps what must be kept between them."""
+
+    def __init__(
+        self,
+        config: WorkerConfig,
+        model: Decoder,
+        group: TPGroup,
+        placement: Placement,
+        sampler: TokenSampler,
+        score_prompt: ScorePrompt,
+    ) -> None:
+        self.model = model
+        self._config = config
+        self._group = group
+        self._placement = placement
+        self._sampler = sampler
+        self._score_prompt = score_prompt
+        self._sequences: dict[int, SequenceState] = {}
+        self._inputs: InputBuilder | None = None
+
+    def allocate_cache(self, num_blocks: int) -> None:
+        """Make the KV cache; sequences that were running are forgotten."""
+        self._sequences.clear()
+        self._inputs = None
+        model = self._config.model
+        heads = shard_heads(model.num_heads, model.num_kv_heads, self._group.rank, self._group.size)
+        cache = KVCache(
+            num_layers=model.num_layers,
+            num_blocks=num_blocks,
+            block_size=self._config.block_size,
+            num_kv_heads=heads.num_kv_heads,
+            head_dim=model.head_dim,
+            placement=self._placement,
+        )
+        self._inputs = InputBuilder(model, cache, self._placement)
+
+    @torch.inference_mode()
+    def execute(self, batch: Batch) -> BatchResult:
+        """Run one step. Only rank 0's result holds tokens."""
+        assert self._inputs is not None, "a batch came before the cache was allocated"
+        self._apply(batch)
+        if not batch.scheduled:
+            return BatchResult(step=batch.step)
+        inputs = self._inputs.build(batch.scheduled, self._sequences)
+        x_TD = self.model(inputs.input_ids_T, inputs.positions_T, inputs.attention)
+        scores = [p for rows in inputs.prompt_rows for p in self._score(x_TD, rows)]
+        sampled = self._sample(x_TD, inputs)
+        return BatchResult(
+            step=batch.step,
+            tokens=sampled.tokens if sampled is not None else (),
+            prompt_logprobs=tuple(scores),
+            failures=sampled.failures if sampled is not None else (),
+        )
+
+    def _apply(self, batch: Batch) -> None:
+        """Forget what has finished, learn what is new, extend the block tables."""
+        for seq_id in batch.finished:
+            self._sequences.pop(seq_id, None)
+        for new in batch.new:
+            self._sequences[new.seq_id] = _state_of(new)
+        for scheduled in batch.scheduled:
+            self._sequences[scheduled.seq_id].block_ids.extend(scheduled.new_block_ids)
+
+    def _sample(self, x_TD: Tensor, inputs: StepInputs) -> SampledTokens | None:
+        """Sample on rank 0, and append the tokens on every rank."""
+        if not inputs.sampling:
+            return None
+        logits_RV = self.model.logits(x_TD[inputs.sampling_rows_R])
+        sampled = None
+        token_ids_R = torch.zeros_like(inputs.sampling_rows_R)
+        if logits_RV is not None:
+            sampled = self._sampler.sample(logits_RV.float(), inputs.sampling)
+            token_ids_R.copy_(torch.as_tensor(sampled.token_ids))
+        token_ids = self._group.broadcast_(token_ids_R).tolist()
+        for sequence, token_id in zip(inputs.sampling, token_ids, strict=True):
+            sequence.token_ids.append(token_id)
+        return sampled
+
+    def _score(self, x_TD: Tensor, prompt: PromptRows) -> list[PromptLogprobs]:
+        """Score prompt tokens, some rows at a time."""
+        scores = []
+        for offset in range(0, len(prompt.rows), _ROWS_PER_SCORING):
+            rows = prompt.rows[offset : offset + _ROWS_PER_SCORING]
+            logits_TV = self.model.logits(x_TD[rows.start : rows.stop])
+            if logits_TV is not None:
+                start = prompt.start + offset
+                scores.append(self._score_prompt(logits_TV.float(), prompt.sequence, start))
+        return scores
+
+
+def _state_of(new: NewSequence) -> SequenceState:
+    return SequenceState(spec=new, token_ids=list(new.token_ids))

@@ -1,0 +1,158 @@
+"""Decoder: the one definition behind every supported architecture; configuration tells them apart.
+
+Module and tensor names are transformers' (`model.layers.0.self_attn.q_proj.weight`), but that the
+projections of one input are fused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import Tensor, nn
+
+from llmrt.model_config import ModelConfig
+from llmrt.worker.attention.metadata import AttentionMetadata
+from llmrt.worker.attention.protocol import Attention
+from llmrt.worker.attention.torch_attention import TorchAttention
+from llmrt.worker.device import Placement
+from llmrt.worker.layers.attention_projections import OutputProjection, QKVProjection
+from llmrt.worker.layers.mlp import GatedMLP
+from llmrt.worker.layers.norm import RMSNorm
+from llmrt.worker.layers.rotary import RotaryEmbedding, rotate_
+from llmrt.worker.layers.vocabulary import LMHead, VocabEmbedding
+from llmrt.worker.tensor_parallel import TPGroup
+from llmrt.worker.weights.reader import WeightReader
+
+
+class SelfAttention(nn.Module):
+    """Projections, rotation and attention of this rank's heads."""
+
+    def __init__(
+        self, model: ModelConfig, layer: int, group: TPGroup, placement: Placement
+    ) -> None:
+        super().__init__()
+        self.qkv_proj = QKVProjection(model, group, placement)
+        heads = self.qkv_proj.heads
+        self._num_heads, self._num_kv_heads = heads.num_heads, heads.num_kv_heads
+        self.o_proj = OutputProjection(model, heads, group, placement)
+        self.q_norm = self.k_norm = None
+        if model.qk_norm:
+            self.q_norm = RMSNorm(model.head_dim, model.rms_norm_eps, placement)
+            self.k_norm = RMSNorm(model.head_dim, model.rms_norm_eps, placement)
+        window = model.windows[layer] if model.windows else None
+        self._attend: Attention = TorchAttention(heads, layer, window, placement.device)
+
+    def load(self, reader: WeightReader, prefix: str) -> None:
+        """Read this rank's part of `prefix.*`."""
+        self.qkv_proj.load(reader, prefix)
+        self.o_proj.load(reader, f"{prefix}.o_proj")
+        if self.q_norm is not None and self.k_norm is not None:
+            self.q_norm.load(reader, f"{prefix}.q_norm")
+            self.k_norm.load(reader, f"{prefix}.k_norm")
+
+    def forward(
+        self, x_TD: Tensor, angles: tuple[Tensor, Tensor], attention: AttentionMetadata
+    ) -> Tensor:
+        """Return y_TD, the same on every rank."""
+        qkv_THD = self.qkv_proj(x_TD)
+        num_rotated = self._num_heads + self._num_kv_heads
+        if self.q_norm is not None and self.k_norm is not None:
+            q_TQD = qkv_THD[:, : self._num_heads]
+            k_TKD = qkv_THD[:, self._num_heads : num_rotated]
+            q_TQD.copy_(self.q_norm(q_TQD))
+            k_TKD.copy_(self.k_norm(k_TKD))
+        rotate_(qkv_THD[:, :num_rotated], *angles)
+        return self.o_proj(self._attend(qkv_THD, attention).flatten(1))
+
+
+class DecoderLayer(nn.Module):
+    """Attention and MLP, each behind a norm and beside the residual stream."""
+
+    def __init__(
+        self, model: ModelConfig, layer: int, group: TPGroup, placement: Placement
+    ) -> None:
+        super().__init__()
+        self.input_layernorm = RMSNorm(model.hidden_size, model.rms_norm_eps, placement)
+        self.self_attn = SelfAttention(model, layer, group, placement)
+        self.post_attention_layernorm = RMSNorm(model.hidden_size, model.rms_norm_eps, placement)
+        self.mlp = GatedMLP(model, group, placement)
+
+    def load(self, reader: WeightReader, prefix: str) -> None:
+        """Read this rank's part of `prefix.*`."""
+        self.input_layernorm.load(reader, f"{prefix}.input_layernorm")
+        self.self_attn.load(reader, f"{prefix}.self_attn")
+        self.post_attention_layernorm.load(reader, f"{prefix}.post_attention_layernorm")
+        self.mlp.load(reader, f"{prefix}.mlp")
+
+    def forward(
+        self, x_TD: Tensor, angles: tuple[Tensor, Tensor], attention: AttentionMetadata
+    ) -> Tensor:
+        """Return the residual stream after this layer."""
+        x_TD = x_TD + self.self_attn(self.input_layernorm(x_TD), angles, attention)
+        return x_TD + self.mlp(self.post_attention_layernorm(x_TD))
+
+
+class Decoder(nn.Module):
+    """A decoder-only model of the Llama family; one rank's shard of it."""
+
+    def __init__(self, model: ModelConfig, group: TPGroup, placement: Placement) -> None:
+        super().__init__()
+        self.embed_tokens = VocabEmbedding(model, group, placement)
+        self.layers = nn.ModuleList(
+            DecoderLayer(model, layer, group, placement) for layer in range(model.num_layers)
+        )
+        self.norm = RMSNorm(model.hidden_size, model.rms_norm_eps, placement)
+        self.lm_head = LMHead(model, self.embed_tokens, group, placement)
+        self.rotary = RotaryEmbedding(model.rope, model.head_dim, placement)
+
+    def load(
+        self, reader: WeightReader, report: Callable[[int, int], None] = lambda done, total: None
+    ) -> None:
+        """Read this rank's weights.
+
+        Args:
+            reader: the checkpoint.
+            report: told bytes done and in all, after each layer.
+
+        Raises:
+            ConfigError: a tensor is missing, or has not the shape that the configuration gives it.
+        """
+        total = self.num_bytes
+        done = 0
+        report(done, total)
+        for part, prefix in self._parts():
+            part.load(reader, prefix)
+            done += _num_bytes(part)
+            report(done, total)
+        self.lm_head.load(reader)
+        report(total, total)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of this rank's weights."""
+        return _num_bytes(self)
+
+    def forward(
+        self, input_ids_T: Tensor, positions_T: Tensor, attention: AttentionMetadata
+    ) -> Tensor:
+        """Return the residual stream x_TD after the last layer; `logits` takes rows of it."""
+        angles = self.rotary(positions_T, attention.lengths_T)
+        x_TD = self.embed_tokens(input_ids_T)
+        for layer in self.layers:
+            x_TD = layer(x_TD, angles, attention)
+        return x_TD
+
+    def logits(self, x_RD: Tensor) -> Tensor | None:
+        """Return logits_RV of these rows on rank 0, None elsewhere. Every rank must call it."""
+        return self.lm_head(self.norm(x_RD))
+
+    def _parts(self) -> list[tuple[VocabEmbedding | DecoderLayer | RMSNorm, str]]:
+        parts: list[tuple[VocabEmbedding | DecoderLayer | RMSNorm, str]] = [
+            (self.embed_tokens, "model.embed_tokens")
+        ]
+        parts += [(layer, f"model.layers.{i}") for i, layer in enumerate(self.layers)]
+        return [*parts, (self.norm, "model.norm")]
+
+
+def _num_bytes(module: nn.Module) -> int:
+    return sum(p.numel() * p.element_size() for p in module.parameters())

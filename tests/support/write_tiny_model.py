@@ -1,0 +1,65 @@
+"""Write a tiny random Llama checkpoint with a byte-level tokenizer; run as a program.
+
+A process of its own, so that the tests' process imports no torch.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+CHAT_TEMPLATE = (
+    "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+SPECIALS = ["<s>", "<|end|>", "<|user|>", "<|assistant|>", "<|system|>"]
+
+
+def write_tokenizer(directory: Path) -> int:
+    """Write a tokenizer of one token per byte, after the special ones; return its size."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocab = {token: i for i, token in enumerate([*SPECIALS, *alphabet])}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(SPECIALS)
+    tokenizer.save(str(directory / "tokenizer.json"))
+    config = {"bos_token": "<s>", "eos_token": "<|end|>", "chat_template": CHAT_TEMPLATE}
+    (directory / "tokenizer_config.json").write_text(json.dumps(config))
+    return len(vocab)
+
+
+def write_model(directory: Path, vocab_size: int, seed: int, num_heads: int) -> None:
+    """Write random weights and their config."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        vocab_size=vocab_size,
+        hidden_size=16 * num_heads,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=num_heads,
+        num_key_value_heads=2,
+        max_position_embeddings=512,
+        tie_word_embeddings=False,
+        bos_token_id=0,
+        eos_token_id=1,
+        initializer_range=0.3,
+    )
+    LlamaForCausalLM(config).to(torch.float32).save_pretrained(directory)
+
+
+def main() -> None:
+    """Write to the directory given, with the seed and the number of heads given."""
+    directory, seed, num_heads = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
+    directory.mkdir(parents=True)
+    write_model(directory, write_tokenizer(directory), seed, num_heads)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,32 @@
+"""The public names, and what importing them costs."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from types import ModuleType
+
+import llmrt
+
+HEAVY = ("torch", "numpy", "ray", "jinja2", "tokenizers", "huggingface_hub", "gguf", "cloudpickle")
+
+
+def test_all_is_sorted_and_every_name_can_be_imported() -> None:
+    assert sorted(llmrt.__all__, key=lambda name: (name == "__version__", name)) == llmrt.__all__
+    for name in llmrt.__all__:
+        assert not isinstance(getattr(llmrt, name), ModuleType), name
+
+
+def test_an_unknown_name_is_an_attribute_error() -> None:
+    assert not hasattr(llmrt, "Enigne")
+
+
+def test_constructing_an_engine_imports_nothing_heavy() -> None:
+    code = (
+        "import sys; from llmrt import AsyncEngine, Engine, SamplingParams; Engine('m', tp=2);"
+        f"print([m for m in {HEAVY!r} if m in sys.modules])"
+    )
+    out = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=30, check=True
+    )
+    assert out.stdout.strip() == "[]"
