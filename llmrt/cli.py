@@ -1,4 +1,4 @@
-"""The command line: `llmrt run`, `llmrt chat`, `llmrt doctor`. A user of the public Engine, nothing more.
+"""The command line: `llmrt run`, `llmrt chat`, `llmrt doctor`. It uses the public Engine only.
 
 stdout carries the answer and nothing else; what is said about it goes to stderr.
 """
@@ -120,7 +120,9 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _add_engine_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--model", help="a directory, a GGUF file or a hub id (default: a small one)")
+    parser.add_argument(
+        "--model", help="a directory, a GGUF file or a hub id (default: a small one)"
+    )
     parser.add_argument("--tp", type=int, default=1, help="number of workers that share the model")
     parser.add_argument("--backend", default="auto", help="auto, mp, inprocess or ray")
     parser.add_argument("--device", default="auto", help="auto, cpu or cuda")

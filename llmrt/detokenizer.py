@@ -95,4 +95,6 @@ def _shared_length(a: str, b: str) -> int:
     """Return how many characters the two begin with alike."""
     if b.startswith(a):
         return len(a)
-    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+    return next(
+        (i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b))
+    )

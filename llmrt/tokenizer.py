@@ -90,6 +90,11 @@ class Tokenizer:
         """Id of the end-of-sequence token; the model's generation_config may name more."""
         return self._special_id("eos_token")
 
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        """The same as a tuple, empty where the tokenizer names none."""
+        return () if self.eos_token_id is None else (self.eos_token_id,)
+
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Return the ids of *text*, special tokens written in it included.
 

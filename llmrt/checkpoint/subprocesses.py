@@ -16,7 +16,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import IO
 
-from llmrt.errors import ConfigError
+from llmrt.runtime.interpreter import find_executable
 
 POLL_SECONDS = 0.1
 
@@ -66,7 +66,7 @@ def run_module(
     Raises:
         ConfigError: this program has no Python interpreter to run.
     """
-    command = [_interpreter(), "-c", _START, "\n".join(sys.path), module, *arguments]
+    command = [find_executable(), "-c", _START, "\n".join(sys.path), module, *arguments]
     with tempfile.TemporaryFile("w+") as output, tempfile.TemporaryFile("w+") as errors:
         process = subprocess.Popen(
             command,
@@ -97,16 +97,6 @@ def _wait(process: subprocess.Popen[bytes], progress: Callable[[], int], limit: 
             last, since = now, time.monotonic()
         elif time.monotonic() - since > limit:
             return False
-
-
-def _interpreter() -> str:
-    # In a frozen program sys.executable is the program itself, which would start all over.
-    if getattr(sys, "frozen", False) or not sys.executable:
-        raise ConfigError(
-            "This program is frozen or embedded: it has no Python interpreter that could prepare "
-            "the model. Give a directory with safetensors files, which needs no preparation."
-        )
-    return sys.executable
 
 
 def _content(file: IO[str]) -> str:

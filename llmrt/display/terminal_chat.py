@@ -1,4 +1,4 @@
-"""TerminalChat: a conversation with a model, line by line. It knows how to talk, not who answers."""
+"""TerminalChat: a conversation with a model in a terminal, line by line."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Message = dict[str, str]
 Answer = Callable[[Sequence[Message]], Iterable[Increment]]
 """Streams the answer to a conversation; dropping the iterator ends the answer."""
 
-HELP = "/reset forgets the conversation, /system TEXT says how to behave, /exit (Ctrl-D) leaves"
+HELP = "/reset forgets what was said, /system TEXT says how to behave, /exit (Ctrl-D) leaves"
 PROMPT = "> "
 
 
