@@ -1,6 +1,7 @@
 """Chat templates: from a list of messages to one prompt, with Jinja as transformers runs it.
 
-Templates come with models, so they are foreign code: they run in Jinja's sandbox, on copies of the messages.
+Templates come with models, so they are foreign code: they run in Jinja's sandbox, on copies of the
+messages.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ def load_templates(directory: Path, configured: object) -> dict[str, str]:
     """Return the chat templates of a model by name; the usual one is `default`.
 
     Args:
-        directory: Where chat_template.jinja, chat_template.json and additional_chat_templates/ are looked for; they
-            come before what is configured.
+        directory: Where chat_template.jinja, chat_template.json and additional_chat_templates/
+            are looked for; they come before what is configured.
         configured: `chat_template` of tokenizer_config.json: a string, or a list of named ones.
     """
     templates = _configured_templates(configured)
@@ -106,7 +107,7 @@ class ChatTemplate:
             ) from error
 
     def _own_message(self, message: Mapping[str, Any]) -> dict[str, Any]:
-        # A key that is None (as in OpenAI's answers) reads as an absent one; templates print "None" otherwise.
+        # A key that is None, as in OpenAI's answers, is an absent one: templates would print it.
         own = {name: value for name, value in message.items() if value is not None}
         content = own.get("content")
         if isinstance(content, (list, tuple)):
@@ -169,7 +170,7 @@ def _environment() -> Any:
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     class Generation(Extension):
-        """`{% generation %}` marks the assistant's words for training; here it only stands for its content."""
+        """`{% generation %}` marks words for training; here it only stands for its content."""
 
         tags = {"generation"}  # noqa: RUF012
 
@@ -178,13 +179,17 @@ def _environment() -> Any:
             body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
             return nodes.Scope(body, lineno=line)
 
-    environment = ImmutableSandboxedEnvironment(
+    environment: Any = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
     )
     environment.filters["tojson"] = _to_json
     environment.globals["raise_exception"] = _raiser()
-    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+    environment.globals["strftime_now"] = _now
     return environment
+
+
+def _now(form: str) -> str:
+    return datetime.now().strftime(form)
 
 
 def _raiser() -> Callable[[str], None]:

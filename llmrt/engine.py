@@ -222,6 +222,15 @@ class Engine:
             return EngineState.NEW
         return EngineState(self._session.state.value)
 
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The model's tokenizer and chat template.
+
+        Raises:
+            EngineNotOpenError: the engine is not open.
+        """
+        return self._require_open().tokenizer
+
     def is_healthy(self) -> bool:
         """Return whether the engine is open and all its workers live."""
         return self.state is EngineState.RUNNING

@@ -22,8 +22,9 @@ _ROLES = ("bos_token", "eos_token", "pad_token", "unk_token", "sep_token", "cls_
 class Tokenizer:
     """The tokenizer of one model.
 
-    Its beginning-of-sequence token (BOS) comes once, whoever writes it: `encode(text)` puts it first where the model
-    wants one, unless the text begins with it already; a chat is encoded without, because templates write their own.
+    Its beginning-of-sequence token (BOS) comes once, whoever writes it: `encode(text)` puts it
+    first where the model wants one, unless the text begins with it already; a chat is encoded
+    without, because templates write their own.
     """
 
     def __init__(
@@ -54,7 +55,7 @@ class Tokenizer:
             for byte in range(256)
             if (token_id := backend.token_to_id(f"<0x{byte:02X}>")) is not None
         )
-        """Ids that stand for one byte each, in a vocabulary that has such tokens for rare characters."""
+        """Ids that stand for one byte each, where the vocabulary spells rare characters so."""
         self._name = name
         first_id = backend.encode("", add_special_tokens=True).ids[:1]
         self._encoder_adds_bos = first_id == [self.bos_token_id]
@@ -89,13 +90,18 @@ class Tokenizer:
         """Id of the end-of-sequence token; the model's generation_config may name more."""
         return self._special_id("eos_token")
 
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        """The same as a tuple, empty where the tokenizer names none."""
+        return () if self.eos_token_id is None else (self.eos_token_id,)
+
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Return the ids of *text*, special tokens written in it included.
 
         Args:
             text: A prompt.
-            add_special_tokens: Put BOS first (and whatever else the tokenizer adds), where the text does not begin
-                with it. False for a rendered chat.
+            add_special_tokens: Put BOS first (and whatever else the tokenizer adds), where the
+                text does not begin with it. False for a rendered chat.
         """
         ids: list[int] = self.backend.encode(text, add_special_tokens=add_special_tokens).ids
         bos_id = self.bos_token_id
@@ -131,12 +137,13 @@ class Tokenizer:
         chat_template: str | None = None,
         **kwargs: Any,
     ) -> str:
-        """Render a conversation as the prompt that the model was trained on; encode it without special tokens.
+        """Render a conversation as a prompt. Encode it without special tokens.
 
         Args:
-            messages: Mappings with `role` and `content`; content is a string, or a list of text parts.
-            add_generation_prompt: Whether to open the assistant's turn; None does, unless the final message is
-                continued.
+            messages: Mappings with `role` and `content`; content is a string, or a list of text
+                parts.
+            add_generation_prompt: Whether to open the assistant's turn; None does, unless the
+                final message is continued.
             continue_final_message: Leave the final message open, for the model to go on with it.
             tools: JSON schemas of the functions that the model may call.
             chat_template: A Jinja template, or the name of one of the model's.
@@ -147,8 +154,8 @@ class Tokenizer:
         """
         if continue_final_message and add_generation_prompt:
             raise RequestError(
-                "add_generation_prompt opens a new message, continue_final_message keeps the last one "
-                "open: ask for one of them."
+                "add_generation_prompt opens a new message, continue_final_message keeps the last "
+                "one open: ask for one of them."
             )
         if add_generation_prompt is None:
             add_generation_prompt = not continue_final_message
@@ -181,8 +188,9 @@ class Tokenizer:
                 f"{', '.join(sorted(self._templates))}."
             )
         raise RequestError(
-            f"{self._name or 'This model'} has no chat template. Pass one (Jinja) as chat_template=, put a "
-            "chat_template.jinja beside its tokenizer.json, or use generate() with a prompt you wrote."
+            f"{self._name or 'This model'} has no chat template. Pass one (Jinja) as "
+            "chat_template=, put a chat_template.jinja beside its tokenizer.json, or use "
+            "generate() with a prompt you wrote."
         )
 
     def _special_id(self, role: str) -> int | None:
@@ -195,8 +203,9 @@ def _load(path: Path) -> tokenizers.Tokenizer:
 
     if not path.is_file():
         raise ConfigError(
-            f"{path.parent} has no tokenizer.json, so text cannot be encoded. Save the model's tokenizer there "
-            "with transformers (`AutoTokenizer.from_pretrained(...).save_pretrained(...)`), or give token ids."
+            f"{path.parent} has no tokenizer.json, so text cannot be encoded. Save one there with "
+            "transformers (`AutoTokenizer.from_pretrained(...).save_pretrained(...)`), or give "
+            "token ids and detokenize=False."
         )
     try:
         return Backend.from_file(str(path))
@@ -214,7 +223,7 @@ def _read_settings(directory: Path) -> dict[str, Any]:
 
 
 def _token_text(entry: object) -> str | None:
-    """Return the text of a special token, which is stored as a string or as an object with `content`."""
+    """Return the text of a special token: it is stored as a string, or under `content`."""
     if isinstance(entry, Mapping):
         entry = entry.get("content")  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
     return entry if isinstance(entry, str) else None

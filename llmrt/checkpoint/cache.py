@@ -1,8 +1,8 @@
-"""The cache folder, and how an entry gets into it: whole or not at all, made by one process at a time.
+"""The cache folder, and how an entry gets into it: whole or not at all, made by one process.
 
-An entry is built in a folder beside it, under a lock, and renamed into place. The lock is on an open file, and
-subprocesses that help to build inherit it: it is free again when the last of them has ended, however it ended, so
-whoever holds it may delete what an interrupted build has left.
+An entry is built in a folder beside it, under a lock, and renamed into place. The lock is on an
+open file, and subprocesses that help to build inherit it: it is free again when the last of them
+has ended, however it ended, so whoever holds it may delete what an interrupted build has left.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import fcntl
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -46,8 +46,10 @@ def cache_folder() -> Path:
 
 
 @contextmanager
-def building(entry: Path, *, on_wait: Callable[[], None] = lambda: None) -> Iterator[Build]:
-    """Hold the lock of *entry* and an empty folder to build it in. Look again whether it exists: another may have.
+def building(entry: Path, *, on_wait: Callable[[], None] = lambda: None) -> Generator[Build]:
+    """Hold the lock of *entry* and an empty folder to build it in.
+
+    Look again whether the entry exists: another process may have built it meanwhile.
 
     Raises:
         ConfigError: the cache folder cannot be written, or another process holds the lock too long.

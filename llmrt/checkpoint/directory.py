@@ -20,9 +20,9 @@ def open_directory(directory: Path, *, name: str) -> Checkpoint:
         raise ConfigError(f"{directory} {_lack_of_weights(directory)}")
     if not (directory / "tokenizer.json").is_file() and (directory / "tokenizer.model").is_file():
         raise ConfigError(
-            f"{directory} has only tokenizer.model, not the tokenizer.json that llmrt reads. Write one: "
-            f"`AutoTokenizer.from_pretrained({str(directory)!r}).save_pretrained({str(directory)!r})` "
-            "with transformers and sentencepiece installed."
+            f"{directory} has only tokenizer.model, not the tokenizer.json that llmrt reads. "
+            "Write one, with transformers and sentencepiece: "
+            f"`{_resave('AutoTokenizer', directory)}`."
         )
     return read_checkpoint(directory, name=name, weights=str(directory))
 
@@ -41,8 +41,12 @@ def _lack_of_weights(directory: Path) -> str:
     bins = sorted(path.name for path in (*directory.glob("*.bin"), *directory.glob("*.pth")))
     if bins:
         return (
-            f"has its weights only as {bins[0]}, a pickle, which llmrt does not load. Convert it with "
-            f"transformers: `AutoModelForCausalLM.from_pretrained({str(directory)!r})"
-            f".save_pretrained({str(directory)!r})` writes safetensors."
+            f"has its weights only as {bins[0]}, a pickle, which llmrt does not load. Write "
+            f"safetensors, with transformers: `{_resave('AutoModelForCausalLM', directory)}`."
         )
     return "has no weights: no *.safetensors file. Fetch the whole model again."
+
+
+def _resave(class_name: str, directory: Path) -> str:
+    path = repr(str(directory))
+    return f"{class_name}.from_pretrained({path}).save_pretrained({path})"

@@ -1,4 +1,4 @@
-"""From the metadata of a GGUF file to config.json and generation_config.json, as transformers would write them."""
+"""From the metadata of a GGUF file to config.json and generation_config.json of transformers."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ ARCHITECTURES = {
     "qwen2": ("Qwen2ForCausalLM", "qwen2"),
     "qwen3": ("Qwen3ForCausalLM", "qwen3"),
 }
-"""By GGUF's name: the class in transformers and its model_type. Mistral models are stored as `llama`."""
+"""By GGUF's name (Mistral's is `llama`): the class in transformers and its model_type."""
 
 _END_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
 _DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
-# Llama 3.1 and later: a GGUF file keeps only the resulting factors; these are the same in every release.
+# Llama 3.1 and later: a GGUF file keeps only the resulting factors; these are always the same.
 _LLAMA3_LOW, _LLAMA3_HIGH, _LLAMA3_ORIGINAL = 1.0, 4.0, 8192
 
 
@@ -40,12 +40,13 @@ def config_from_gguf(
     architecture = metadata.get("general.architecture")
     if architecture not in ARCHITECTURES:
         raise ConfigError(
-            f"GGUF architecture {architecture!r} is not supported; supported are {', '.join(ARCHITECTURES)}."
+            f"GGUF architecture {architecture!r} is not supported; "
+            f"supported are {', '.join(ARCHITECTURES)}."
         )
     if metadata.get(f"{architecture}.expert_count"):
         raise ConfigError("Mixture-of-experts models are not supported.")
     class_name, model_type = ARCHITECTURES[architecture]
-    config = {"architectures": [class_name], "model_type": model_type}
+    config: dict[str, Any] = {"architectures": [class_name], "model_type": model_type}
     config |= _shape(metadata, architecture, tensors)
     config |= _rope(metadata, architecture, rope_factors, config["head_dim"])
     config |= _biases({tensor["name"] for tensor in tensors}, architecture)

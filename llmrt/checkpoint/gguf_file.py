@@ -1,7 +1,7 @@
-"""A model in a GGUF file. Its header is read once, in a subprocess, and kept in the cache as the files of a directory.
+"""A model in a GGUF file. Its header is read once, in a subprocess, and kept in the cache.
 
-The entry holds config.json, generation_config.json, tokenizer.json, tokenizer_config.json and tensors.json. Its key
-is the file's path, size and time of change: another file, another entry.
+The entry holds config.json, generation_config.json, tokenizer.json, tokenizer_config.json and
+tensors.json. Its key is the file's path, size and time of change: another file, another entry.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from pathlib import Path
 
 from llmrt.checkpoint.cache import Build, building, cache_folder
 from llmrt.checkpoint.checkpoint import Checkpoint, read_checkpoint
-from llmrt.checkpoint.subprocesses import StalledError, run_module
+from llmrt.checkpoint.subprocesses import run_module
 from llmrt.display.progress import Progress
 from llmrt.errors import ConfigError
 
 FORMAT_VERSION = 1
-"""Of the files in an entry. Raise it when their content changes: older entries are then not found."""
+"""Of the files in an entry. Raise it when their content changes: older entries go unused."""
 HEADER_SECONDS = 120.0
 MAGIC = b"GGUF"
 
@@ -65,15 +65,14 @@ def _key(path: Path) -> str:
 def _read_header(path: Path, build: Build) -> None:
     target = build.folder / "entry"
     target.mkdir()
-    try:
-        finished = run_module(
-            "llmrt.checkpoint.gguf_header",
-            [str(path), str(target)],
-            inherit_fds=(build.lock_fd,),
-            env={"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"},
-            stall_seconds=HEADER_SECONDS,
-        )
-    except StalledError as error:
-        raise ConfigError(f"{path} is damaged: reading its header does not end.") from error
+    finished = run_module(
+        "llmrt.checkpoint.gguf_header",
+        [str(path), str(target)],
+        inherit_fds=(build.lock_fd,),
+        env={"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"},
+        stall_seconds=HEADER_SECONDS,
+    )
     if finished.exit_code != 0:
-        raise ConfigError(finished.output.strip() or f"{path}: {finished.last_error_line}")
+        said = finished.output.strip()
+        reason = said or f"Its header could not be read: {finished.last_error_line}."
+        raise ConfigError(f"{path}: {reason}")

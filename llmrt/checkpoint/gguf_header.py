@@ -1,7 +1,7 @@
 """The subprocess that reads a GGUF header: `python -m llmrt.checkpoint.gguf_header FILE FOLDER`.
 
-It writes what llmrt needs of it into the folder, as JSON files. If that cannot be, it prints one sentence and exits
-with 1. The user's process never imports this module: it loads numpy.
+It writes what llmrt needs of it into the folder, as JSON files. If that cannot be, it prints one
+sentence and exits with 1. The user's process never imports this module: it loads numpy.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def _read(path: Path) -> Any:
         Exception
     ) as error:  # the reader trusts its input, and fails in many ways where it is damaged
         raise ConfigError(
-            f"{path} is damaged or cut short ({type(error).__name__}: {error}). Fetch it again."
+            f"The file is damaged or cut short ({type(error).__name__}: {error}). Fetch it again."
         ) from error
 
 
@@ -69,7 +69,7 @@ def _tensors(reader: Any, path: Path) -> list[dict[str, Any]]:
     for tensor in reader.tensors:
         if tensor.data_offset + tensor.n_bytes > size:
             raise ConfigError(
-                f"{path} is cut short: tensor {tensor.name} ends at byte "
+                f"The file is cut short: tensor {tensor.name} ends at byte "
                 f"{tensor.data_offset + tensor.n_bytes} of {size}. Fetch it again."
             )
         tensors.append(
@@ -101,7 +101,7 @@ def main() -> int:
         print(error)
         return 1
     except MemoryError:
-        print(f"{path} is damaged: its header claims more than memory holds. Fetch it again.")
+        print("The file is damaged: its header claims more than memory holds. Fetch it again.")
         return 1
     return 0
 

@@ -1,7 +1,7 @@
 """From the vocabulary in a GGUF file to tokenizer.json, the format of the tokenizers library.
 
-Two kinds exist: `gpt2`, byte-level BPE, where `tokenizer.ggml.pre` names how text is cut before merging; and `llama`,
-SentencePiece BPE, whose merges follow from its scores.
+Two kinds exist: `gpt2`, byte-level BPE, where `tokenizer.ggml.pre` names how text is cut before
+merging; and `llama`, SentencePiece BPE, whose merges follow from its scores.
 """
 
 from __future__ import annotations
@@ -263,7 +263,7 @@ def _sentencepiece(metadata: Mapping[str, Any]) -> dict[str, Any]:
 def _merges_from_scores(
     vocabulary: Mapping[str, int], scores: Mapping[str, float]
 ) -> list[list[str]]:
-    """Return every way to join two tokens into a third, in the order in which SentencePiece joins."""
+    """Return every pair of tokens that join into a third, in SentencePiece's order of joining."""
     merges: list[tuple[float, int, int, str, str]] = []
     for token, score in scores.items():
         for cut in range(1, len(token)):

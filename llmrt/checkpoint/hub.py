@@ -1,6 +1,7 @@
-"""A model by its hub id, through huggingface_hub, in a subprocess: that library starts native threads which stay.
+"""A model by its hub id, through huggingface_hub.
 
-Run as a module it is that subprocess: it prints one JSON object, with the snapshot's folder or the error.
+That library starts native threads which stay, so it runs in a subprocess. Run as a module, this
+file is that subprocess: it prints one JSON object, with the snapshot's folder or the error.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from pathlib import Path
 
 from llmrt.checkpoint.checkpoint import Checkpoint
 from llmrt.checkpoint.directory import open_directory
-from llmrt.checkpoint.subprocesses import StalledError, run_module
+from llmrt.checkpoint.subprocesses import run_module
 from llmrt.display.progress import Progress
 from llmrt.errors import ConfigError
 
@@ -41,16 +42,13 @@ def open_hub_model(model: str, progress: Progress) -> Checkpoint:
         ConfigError: the hub does not give it, or it lacks what llmrt needs.
     """
     progress.phase(f"fetching {model} from the hub")
-    try:
-        finished = run_module(
-            __name__,
-            [model],
-            env={} if progress.on_terminal else {"HF_HUB_DISABLE_PROGRESS_BARS": "1"},
-            stall_seconds=STALL_SECONDS,
-            show_errors=progress.on_terminal,
-        )
-    except StalledError as error:
-        raise _unavailable(model, str(error)) from error
+    finished = run_module(
+        __name__,
+        [model],
+        env={} if progress.on_terminal else {"HF_HUB_DISABLE_PROGRESS_BARS": "1"},
+        stall_seconds=STALL_SECONDS,
+        show_errors=progress.on_terminal,
+    )
     if finished.exit_code != 0 or not finished.output.strip():
         raise _unavailable(model, finished.last_error_line)
     answer: dict[str, str] = json.loads(finished.output.splitlines()[-1])
@@ -67,7 +65,7 @@ def _unavailable(model: str, reason: str) -> ConfigError:
 
 
 def _download(model: str) -> dict[str, str]:
-    from huggingface_hub import snapshot_download
+    from huggingface_hub import snapshot_download  # pyright: ignore[reportUnknownVariableType]
 
     try:
         return {"folder": snapshot_download(model, allow_patterns=list(FILES))}

@@ -1,4 +1,4 @@
-"""From what the user named to a model on this machine: nothing, a directory, a GGUF file or a hub id.
+"""From what the user named to a model on this machine.
 
 What exists here is taken from here and never touches the network.
 """

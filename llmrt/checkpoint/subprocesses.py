@@ -1,28 +1,30 @@
-"""Running a Python module outside the user's process: one that imports numpy, or starts threads, or is pip.
+"""Running a Python module outside the user's process: it imports numpy, starts threads, or is pip.
 
-The subprocess is this interpreter with this process's import path, so that it finds the same packages. It never
-outlives the call.
+The subprocess is this interpreter with this process's import path, so that it finds the same
+packages. It never outlives the call.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import IO
 
-from llmrt.errors import ConfigError
+from llmrt.runtime.interpreter import find_executable
 
 POLL_SECONDS = 0.1
 
-_START = "import json, sys; sys.path[:] = json.loads(sys.argv.pop(1)); import runpy; " + (
-    "runpy.run_module(sys.argv.pop(1), run_name='__main__', alter_sys=True)"
+_START = (
+    "import sys; sys.path[:] = sys.argv.pop(1).split('\\n'); "
+    "import runpy; runpy.run_module(sys.argv.pop(1), run_name='__main__', alter_sys=True)"
 )
+"""The path comes first: with `-c` the current folder would be searched before anything else."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,10 +40,6 @@ class Finished:
         """The last line it wrote to stderr; what ended it, where there is none."""
         lines = [line for line in self.errors.splitlines() if line.strip()]
         return lines[-1].strip() if lines else f"it ended with code {self.exit_code}"
-
-
-class StalledError(Exception):
-    """A subprocess made no progress for too long and was ended."""
 
 
 def run_module(
@@ -62,14 +60,13 @@ def run_module(
         inherit_fds: Descriptors it keeps open.
         env: Environment variables beside this process's own.
         progress: Called while it runs; a number that changes as long as it gets on.
-        stall_seconds: How long that number may stay the same.
+        stall_seconds: How long that number may stay the same before the subprocess is ended.
         show_errors: Let its stderr through instead of keeping it.
 
     Raises:
-        StalledError: it was ended because it did not get on.
         ConfigError: this program has no Python interpreter to run.
     """
-    command = [_interpreter(), "-c", _START, json.dumps(sys.path), module, *arguments]
+    command = [find_executable(), "-c", _START, "\n".join(sys.path), module, *arguments]
     with tempfile.TemporaryFile("w+") as output, tempfile.TemporaryFile("w+") as errors:
         process = subprocess.Popen(
             command,
@@ -80,38 +77,26 @@ def run_module(
             pass_fds=tuple(inherit_fds),
         )
         try:
-            _wait(process, progress, stall_seconds)
+            in_time = _wait(process, progress, stall_seconds)
         finally:
             process.kill()
             process.wait()
-        return Finished(
-            exit_code=process.returncode, output=_content(output), errors=_content(errors)
-        )
+        said = _content(errors) if in_time else f"no progress for {stall_seconds:.0f} s"
+        return Finished(exit_code=process.returncode, output=_content(output), errors=said)
 
 
-def _wait(process: subprocess.Popen[bytes], progress: Callable[[], int], limit: float) -> None:
+def _wait(process: subprocess.Popen[bytes], progress: Callable[[], int], limit: float) -> bool:
+    """Return whether the process ended before it stood still for *limit* seconds."""
     last, since = progress(), time.monotonic()
     while True:
-        try:
+        with suppress(subprocess.TimeoutExpired):
             process.wait(timeout=POLL_SECONDS)
-            return
-        except subprocess.TimeoutExpired:
-            pass
+            return True
         now = progress()
         if now != last:
             last, since = now, time.monotonic()
         elif time.monotonic() - since > limit:
-            raise StalledError(f"no progress for {limit:.0f} s")
-
-
-def _interpreter() -> str:
-    # In a frozen program sys.executable is the program itself: running it would start it all over again.
-    if getattr(sys, "frozen", False) or not sys.executable:
-        raise ConfigError(
-            "This program is frozen or embedded and has no Python interpreter to prepare the model with. "
-            "Give it a directory with safetensors files, which needs no preparation."
-        )
-    return sys.executable
+            return False
 
 
 def _content(file: IO[str]) -> str:

@@ -1,9 +1,9 @@
-"""Progress: what a waiting user sees while a model is fetched and loaded. On stderr only, and only where someone looks."""
+"""Progress: what a waiting user sees while a model is fetched and loaded; on stderr only."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from typing import Any, Literal, TextIO
 
@@ -11,10 +11,10 @@ from llmrt.outputs import TimelineEntry
 
 
 class Progress:
-    """Shows downloads as a bar and loading as one line that changes; both are gone when it is closed.
+    """Shows downloads as a bar and loading as one line that changes; both go when it is closed.
 
-    `auto` shows them on a terminal and in a notebook, and nowhere else. The stream is asked for nothing but `write`
-    and `flush`: notebooks replace stderr by objects that have no more.
+    `auto` shows them on a terminal and in a notebook, and nowhere else. The stream is asked for
+    nothing but `write` and `flush`: notebooks replace stderr by objects that have no more.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class Progress:
         self.phase(f"{where}{entry.phase} {entry.detail}".rstrip())
 
     @contextmanager
-    def download(self, what: str, total_bytes: int) -> Iterator[Callable[[int], None]]:
+    def download(self, what: str, total_bytes: int) -> Generator[Callable[[int], None]]:
         """Show a bar; the yielded function is told how many bytes are there."""
         if not self.enabled:
             yield lambda num_bytes: None
