@@ -1,4 +1,4 @@
-"""StartMethod: how the guard of an engine is born, and why."""
+"""How the guard of an engine is born, and why so."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ from typing import Literal
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StartMethod:
-    """How the guard of an engine is born."""
+    """The way the workers' processes come to be, with the reason in one sentence."""
 
     name: Literal["fork", "spawn"]
     reason: str
-    """Why, in one sentence."""

@@ -1,0 +1,18 @@
+"""What may run when nobody closed a group: at garbage collection and at interpreter exit."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+
+
+def shut_down_lifeline(owner_pid: int, lifeline: socket.socket) -> None:
+    """Let the guard read EOF, so that it ends everything and itself.
+
+    Takes no lock, logs nothing and waits for nothing: it may run at any point of any thread. In a
+    forked copy of the owner it does nothing at all.
+    """
+    if os.getpid() == owner_pid:
+        with contextlib.suppress(OSError):
+            lifeline.shutdown(socket.SHUT_RDWR)
