@@ -121,9 +121,7 @@ def test_a_method_on_request_wins_over_everything_that_is_only_a_matter_of_cost(
 @pytest.mark.parametrize("method", ["fork", "spawn"])
 def test_a_method_by_variable_wins_over_cost_and_host(method: str) -> None:
     for host in (Host.SCRIPT, Host.JUPYTER):
-        environment = replace(
-            NOTEBOOK, host=host, anonymous_bytes=8 * GIB, method_variable=method
-        )
+        environment = replace(NOTEBOOK, host=host, anonymous_bytes=8 * GIB, method_variable=method)
         chosen = choose_start_method(environment)
         assert chosen.name == method
         assert chosen.reason == f"LLMRT_WORKER_MULTIPROC_METHOD={method} is set."

@@ -104,9 +104,7 @@ def test_a_prompt_without_a_terminal_is_interactive(seen_file: Path) -> None:
     assert_seen(seen_file, "PYTHON_I")
 
 
-def test_pythoninspect_is_like_python_i(
-    seen_file: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_pythoninspect_is_like_python_i(seen_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONINSPECT", "1")
     run(["probe.py"], seen_file.parent)
     assert_seen(seen_file, "PYTHON_I")
@@ -204,7 +202,8 @@ def test_a_test_runner(options: list[str], seen_file: Path) -> None:
 
 def test_a_unittest_run(seen_file: Path) -> None:
     (seen_file.parent / "test_look.py").write_text(
-        PROBE + "import unittest\nclass T(unittest.TestCase):\n    def test_it(self):\n        look()\n"
+        PROBE
+        + "import unittest\nclass T(unittest.TestCase):\n    def test_it(self):\n        look()\n"
     )
     run(["-m", "unittest", "test_look"], seen_file.parent)
     assert_seen(seen_file, "TEST_RUNNER")

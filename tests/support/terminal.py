@@ -36,7 +36,7 @@ class Terminal:
         os.write(self._master, line.encode() + b"\r")
 
     def wait_for_exit(self, seconds: float = 60.0) -> int:
-        """Return the exit code; what is still written meanwhile is read, or the program could hang."""
+        """Return the exit code; what is still written is read, or the program could hang."""
         deadline = time.monotonic() + seconds
         while chunk := self._read(deadline):
             self._screen += chunk
