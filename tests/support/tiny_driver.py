@@ -185,7 +185,7 @@ def load_decoder(checkpoint: Checkpoint, group: TPGroup) -> Decoder:
 def logits_at_every_position(
     checkpoint: Checkpoint, tp: int, token_ids: list[int], chunks: Sequence[int] = ()
 ) -> Tensor:
-    """Return rank 0's logits_TV of one sequence, run in chunks of these sizes (all at once: none)."""
+    """Return rank 0's logits_TV of one sequence, run in chunks of these sizes; () is one."""
     sizes = chunks or (len(token_ids),)
     assert sum(sizes) == len(token_ids)
 
