@@ -6,7 +6,7 @@ can run before the driver has seen this one's result.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
@@ -61,9 +61,15 @@ class TokenSampler(Protocol):
         """Return the next token of each sequence from its row of float32 logits."""
         ...
 
+    def prompt_logprobs(
+        self, logits_TV: Tensor, sequence: SequenceState, start: int
+    ) -> PromptLogprobs:
+        """Score the prompt tokens [start + 1, start + 1 + T) by the logits of the ones before."""
+        ...
 
-ScorePrompt = Callable[[Tensor, SequenceState, int], PromptLogprobs]
-"""`f(logits_TV, sequence, start)`: log-probabilities of the prompt tokens from *start* on."""
+    def forget(self, seq_id: int) -> None:
+        """Let go of what was kept for a sequence, if anything."""
+        ...
 
 
 class ModelRunner:
@@ -76,14 +82,12 @@ class ModelRunner:
         group: TPGroup,
         placement: Placement,
         sampler: TokenSampler,
-        score_prompt: ScorePrompt,
     ) -> None:
         self.model = model
         self._config = config
         self._group = group
         self._placement = placement
         self._sampler = sampler
-        self._score_prompt = score_prompt
         self._sequences: dict[int, SequenceState] = {}
         self._inputs: InputBuilder | None = None
 
@@ -160,6 +164,7 @@ class ModelRunner:
         """Forget what has finished, learn what is new, extend the block tables."""
         for seq_id in batch.finished:
             self._sequences.pop(seq_id, None)
+            self._sampler.forget(seq_id)
         for new in batch.new:
             self._sequences[new.seq_id] = _state_of(new)
         for scheduled in batch.scheduled:
@@ -188,7 +193,8 @@ class ModelRunner:
             logits_TV = self.model.logits(x_TD[rows.start : rows.stop])
             if logits_TV is not None:
                 start = prompt.start + offset
-                scores.append(self._score_prompt(logits_TV.float(), prompt.sequence, start))
+                score = self._sampler.prompt_logprobs(logits_TV.float(), prompt.sequence, start)
+                scores.append(score)
         return scores
 
 

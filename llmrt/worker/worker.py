@@ -24,7 +24,7 @@ from llmrt.worker.device import Placement, cache_bytes, place
 from llmrt.worker.function_calls import call_function
 from llmrt.worker.model_runner import ModelRunner
 from llmrt.worker.models.decoder import Decoder
-from llmrt.worker.sampler import Sampler, prompt_logprobs
+from llmrt.worker.sampler import Sampler
 from llmrt.worker.tensor_parallel import TPGroup, join_group
 from llmrt.worker.weights.open_weights import open_weights
 
@@ -89,9 +89,7 @@ class Worker:
         self._context.report("joining group")
         self._group = join_group(self._context, placement.device)
         self.model = self._load_model(self._group, placement)
-        self._runner = ModelRunner(
-            self._config, self.model, self._group, placement, Sampler(), prompt_logprobs
-        )
+        self._runner = ModelRunner(self._config, self.model, self._group, placement, Sampler())
         return self._load_report(placement)
 
     def _check_options(self) -> None:
