@@ -135,7 +135,7 @@ def test_half_precision_is_farther_from_float32_than_in_transformers(
         driver = TinyDriver(checkpoint, tp=2, dtype=dtype, sampler=(keeper := LogitsKeeper()))
         driver.generate([prompt], num_tokens=1, chunk=7)
         ours = (keeper.logits_RV[0] - expected_V).abs().mean()
-        assert ours < 1.5 * theirs
+        assert ours < 2 * theirs
 
 
 class LogitsKeeper(GreedySampler):
