@@ -35,10 +35,14 @@ class WeightReader(Protocol):
         """
         ...
 
+    def ignore(self, name: str) -> None:
+        """Leave a tensor out of `check_all_read`, as a tied `lm_head.weight`; it need not exist."""
+        ...
+
     def check_all_read(self) -> None:
-        """Raise ConfigError naming the tensors that nobody has read."""
+        """Raise ConfigError naming the tensors that nobody has read or ignored."""
         ...
 
     def close(self) -> None:
-        """Unmap the files."""
+        """Let go of the files; they stay mapped while a tensor that was read is alive."""
         ...
