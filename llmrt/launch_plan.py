@@ -15,7 +15,7 @@ from llmrt.model_config import ModelConfig, check_tp
 from llmrt.runtime.cores import threads_per_rank
 from llmrt.runtime.environment import choose_start_method
 from llmrt.runtime.launchers.base import GroupSpec, Launcher
-from llmrt.runtime.launchers.inprocess import InprocessLauncher
+from llmrt.runtime.launchers.inprocess import InProcessLauncher
 from llmrt.runtime.interpreter import python_command
 from llmrt.runtime.launchers.mp import FORK_HISTORY, MpLauncher
 from llmrt.runtime.observe import observe
@@ -109,7 +109,7 @@ def choose_backend(backend: Any, tp: int) -> Backend:
     if backend == "inprocess":
         if tp != 1:
             raise ConfigError(f'backend="inprocess" runs one rank: tp must be 1, not {tp}.')
-        return Backend(name="inprocess", reason=given, launcher=InprocessLauncher())
+        return Backend(name="inprocess", reason=given, launcher=InProcessLauncher())
     if not sys.platform.startswith("linux"):
         raise ConfigError(
             f'backend="mp" runs on Linux only, this is {sys.platform}; use backend="inprocess".'
