@@ -5,8 +5,9 @@
     │ 4     │ 1    │ 3       │ 8  │ 8      │ `length` bytes       │
     └───────┴──────┴─────────┴────┴────────┴──────────────────────┘
 
-Every frame carries the id of the call it belongs to, so a late answer is never taken for the next one's. `Channel` is
-the end of someone who waits for many at once and never blocks; `Pipe` is the end of a worker, which has only this one.
+Every frame carries the id of the call it belongs to, so a late answer is never taken for the next
+one's. `Channel` is the end of someone who waits for many at once and never blocks; `Pipe` is the
+end of a worker, which has only this one.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ _RECEIVE_BYTES = 1 << 16
 
 
 class ChannelError(Exception):
-    """What arrived is not a frame: the other end is broken, or something else wrote to its socket."""
+    """What arrived is no frame: the other end is broken, or somebody else wrote to its socket."""
 
 
 @dataclass(frozen=True, slots=True)

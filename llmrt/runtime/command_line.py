@@ -1,4 +1,4 @@
-"""The command of a fresh interpreter that finds modules as here, and runs none of the user's program."""
+"""The command of a fresh interpreter that finds modules as here and runs nothing of the user's."""
 
 from __future__ import annotations
 

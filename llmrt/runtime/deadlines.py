@@ -10,8 +10,8 @@ _LONGEST_WAIT = 1.0
 class Patience:
     """A time limit that is spent by waiting, a bit at a time.
 
-    Time in which this process was stopped (SIGSTOP, a suspended laptop) is not held against whoever is waited for: a
-    wait that took longer than it was asked to counts only as what it was asked.
+    Time in which this process was stopped (SIGSTOP, a suspended laptop) is not held against whoever
+    is waited for: a wait that took longer than it was asked to counts only as what it was asked.
     """
 
     def __init__(self, seconds: float) -> None:

@@ -1,6 +1,6 @@
-"""The small process that owns the workers of one engine: makes, watches and reaps them, and reports.
+"""The small process that owns the workers of one engine: makes, watches, reaps and reports.
 
-    owner ══ control socket ══ guard ──fork──► rank 0..N-1     (and a socket pair owner ◄─► rank each)
+    owner ══ control socket ══ guard ──fork──► rank 0..N-1     (and owner ◄─socket pair─► rank)
 
 Single-threaded. It imports the preloaded modules once and forks the ranks from that; it holds no
 state of theirs, so it answers while a worker sits in a stuck kernel. It ends when its owner does,
@@ -55,7 +55,7 @@ _TURN_SECONDS = 0.02
 
 
 def main(control_fd: int, owner_pid: int, is_fork: bool = False) -> NoReturn:
-    """Be the guard of one engine in this process, to its end; nothing of the caller's is unwound."""
+    """Be the guard of one engine, to the end of this process; nothing is unwound."""
     code = 1
     try:
         _become_guard(owner_pid)
@@ -226,7 +226,8 @@ class Guard:
             self._tell(RankStarted(rank=process.rank, pid=process.pid))
 
     def _own_descriptors(self) -> set[int]:
-        return {*self._selector.get_map(), self._selector.fileno(), self._waker}
+        watched = {key.fd for key in self._selector.get_map().values()}
+        return watched | {self._selector.fileno(), self._waker}
 
     def _watch_rank(self, process: RankProcess) -> None:
         self._watch_output(process.stdout)
@@ -317,7 +318,7 @@ class Guard:
     # ---- ending ----
 
     def _end(self) -> None:
-        """Kill and reap every descendant: the children of a killed child come to us, again and again."""
+        """Kill and reap every descendant: the children of a killed child come to us, and so on."""
         self._abort()
         deadline = time.monotonic() + _END_SECONDS
         self._until(deadline, self._kill_children)

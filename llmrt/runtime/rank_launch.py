@@ -1,4 +1,4 @@
-"""How a guard makes its ranks: one import for all, then a fork each, or an exec where a fork is unsafe."""
+"""How a guard makes its ranks: one import for all, then a fork each (an exec if unsafe)."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The stop ladder: ask, SIGTERM, SIGKILL, then the launcher itself. One deadline for all.
 
-`plan` is a pure function of what is observed; whoever drives it does what it says, waits as long as it says, and asks
-again, until it says that everything is over.
+`plan` is a pure function of what is observed; whoever drives it does what it says, waits as long as
+it says, and asks again, until it says that everything is over.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """N workers from start to reaped: start them, call them, close them.
 
-Used by one thread, which is the only one that waits; `wake`, `interrupt` and `hurry` may come from any other.
+Used by one thread, which is the only one that waits; `wake`, `interrupt` and `hurry` may come from
+any other.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 import os
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Literal, NoReturn
+from typing import Any, Literal, NoReturn
 
 from llmrt.config import Timeouts
 from llmrt.errors import (
@@ -60,7 +61,7 @@ class WorkerGroup:
         self._owner_pid = os.getpid()
         self._supervisor: Supervisor | None = None
         self._closer: GroupCloser | None = None
-        self._finalizer: weakref.finalize[[int, object], WorkerGroup] | None = None
+        self._finalizer: weakref.finalize[..., Any] | None = None
         self._report: CloseReport | None = None
         self._is_interrupted = False
         self._is_hurried = False

@@ -120,7 +120,7 @@ class FakeWorker:
         threading.Event().wait()
 
     def fault_deaf(self, _: object) -> None:
-        """Nothing more than ignoring SIGTERM, which the constructor did; stuck when asked to stop."""
+        """Get stuck; the constructor has seen to it that SIGTERM is ignored."""
         threading.Event().wait()
 
     def fault_slow(self, _: object) -> None:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 from llmrt.config import Timeouts
 from llmrt.runtime import birth, descriptors, proc
-from llmrt.runtime.channel import Call, Channel, encode
+from llmrt.runtime.channel import Call, Channel, Note, encode
 from llmrt.runtime.events import (
     ControlCommand,
     Event,
@@ -34,7 +34,7 @@ _KILL_SECONDS = 5.0
 
 @dataclass(kw_only=True)
 class ForkHistory:
-    """What this process knows of its own forks. One object per process, because a process is one."""
+    """What this process knows of its own forks. One per process: that is what it is about."""
 
     failure: str | None = None
     """Why it forks no more; None while it may."""
@@ -159,7 +159,7 @@ class GuardHandle:
         has_ended = self._pidfd in {key.fd for key, _ in self._selector.select(0)}
         self._control.flush()
         while frames := self._control.receive():
-            events += [frame.body for frame in frames]
+            events.extend(frame.body for frame in frames if isinstance(frame, Note))
         for event in events:
             self._note(event)
         self._update_interest()
@@ -239,7 +239,7 @@ class GuardHandle:
     def _kill_session(self) -> None:
         """SIGKILL what is left of the guard's session, until nothing is.
 
-        The guard is reaped after this: while it is a zombie, its session's number cannot be taken again.
+        The guard is reaped after this: as long as it is a zombie, its session's number is taken.
         """
         deadline = time.monotonic() + _KILL_SECONDS
         while (left := proc.living_in_session(self._pid)) and time.monotonic() < deadline:
