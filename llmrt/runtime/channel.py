@@ -169,7 +169,10 @@ class FrameReader:
 
 
 class Channel:
-    """An end that never blocks: what cannot be sent now waits here until `flush`."""
+    """An end that never blocks: what cannot be sent now waits here until `flush`.
+
+    Every send says MSG_NOSIGNAL: the user's process may have SIGPIPE at its deadly default.
+    """
 
     def __init__(self, sock: socket.socket) -> None:
         sock.setblocking(False)
@@ -204,7 +207,7 @@ class Channel:
 
     def _send_some(self, data: bytes | bytearray) -> int:
         try:
-            return self._sock.send(data)
+            return self._sock.send(data, socket.MSG_NOSIGNAL)
         except BlockingIOError:
             return 0
         except OSError:
@@ -251,7 +254,7 @@ class Pipe:
         """Send a frame; where nobody listens any more, the next `receive` says so."""
         data = encode(frame)
         with contextlib.suppress(OSError):
-            self._sock.sendall(data)
+            self._sock.sendall(data, socket.MSG_NOSIGNAL)
 
     def receive(self) -> RawFrame | None:
         """Return the next frame, or None at the end of the stream."""

@@ -220,6 +220,10 @@ class Guard:
             guard_fds=self._own_descriptors,
         )
         self._abort_word = launcher.prepare()
+        if self._owner_fd is not None:
+            # No longer deaf: the owner's pidfd is watched. The signal would also come when only the
+            # thread that started us ends, as it may once the ranks serve.
+            prctl.set_parent_death_signal(0)
         for process in launcher.start():
             self._ranks.append(process)
             self._watch_rank(process)
@@ -242,10 +246,6 @@ class Guard:
     # ---- looking after them ----
 
     def _look_after(self) -> None:
-        if self._owner_fd is not None:
-            # The owner's pidfd is watched from here on. The signal would also come when only the
-            # thread that started us ends.
-            prctl.set_parent_death_signal(0)
         self._reap()
         while not self._is_over:
             self._turn(None)

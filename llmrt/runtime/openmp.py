@@ -15,6 +15,8 @@ from pathlib import Path
 
 _RUNTIME = re.compile(r"/lib(?:gomp|iomp5|omp)[-.\w]*\.so[.\d]*$")
 _PAUSE_HARD = 2
+_NUM_THREADS = ctypes.c_uint(2)
+"""Enough to need the pool, whatever OMP_NUM_THREADS says."""
 
 
 @contextmanager
@@ -42,7 +44,7 @@ def run_parallel_regions() -> None:
     for runtime in _loaded_runtimes():
         if hasattr(runtime, "GOMP_parallel"):
             # Any function without effect will do: each thread of the pool calls it once.
-            runtime.GOMP_parallel(libc.getpid, None, ctypes.c_uint(0), ctypes.c_uint(0))
+            runtime.GOMP_parallel(libc.getpid, None, _NUM_THREADS, ctypes.c_uint(0))
 
 
 def _loaded_runtimes() -> list[ctypes.CDLL]:

@@ -10,6 +10,7 @@ It records; what a death means to whoever waits is decided in `worker_group`.
 from __future__ import annotations
 
 import selectors
+import socket
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -154,6 +155,12 @@ class Supervisor:
             self._selector.register(view.channel, selectors.EVENT_READ, view)
 
     @property
+    def sockets(self) -> tuple[socket.socket, ...]:
+        """Every socket that is open on our account."""
+        launched = self.launched
+        return (launched.lifeline, *launched.channels, self._woken, self._waker)
+
+    @property
     def guard_phase(self) -> str:
         """What the guard said last that it was doing."""
         return self._guard_phase
@@ -161,7 +168,7 @@ class Supervisor:
     def wake(self) -> None:
         """Make the current or next `pump` return. Takes no lock; any thread may call it."""
         try:
-            self._waker.send(b"\0")
+            self._waker.send(b"\0", socket.MSG_NOSIGNAL)
         except OSError:
             return  # full, so it is awake; or closed, so nobody waits
 

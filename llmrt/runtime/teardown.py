@@ -31,7 +31,8 @@ class Limits:
         if is_broken:
             ask = min(ask, _BROKEN_ASK_SECONDS)
         kill_at = ask + min(timeouts.close_terminate, total * 0.2)
-        kill_launcher_at = max(total * 0.8, kill_at + _KILL_GRACE_SECONDS)
+        grace_ends_at = min(kill_at + _KILL_GRACE_SECONDS, max(total, _KILL_GRACE_SECONDS))
+        kill_launcher_at = max(total * 0.8, grace_ends_at)
         return cls(
             terminate_at=ask,
             kill_at=kill_at,

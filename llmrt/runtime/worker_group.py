@@ -24,7 +24,7 @@ from llmrt.runtime import reports
 from llmrt.runtime.child import THREADS_PROVEN
 from llmrt.runtime.deadlines import Patience
 from llmrt.runtime.events import Abort, DumpStacks
-from llmrt.runtime.finalizer import shut_down_lifeline
+from llmrt.runtime.finalizer import let_go
 from llmrt.runtime.fork_trial import DistrustedForkError, ForkTrial
 from llmrt.runtime.group_close import GroupCloser
 from llmrt.runtime.launchers.base import GroupSpec, Launcher
@@ -151,7 +151,7 @@ class WorkerGroup:
             ) from error
         self.start_method = launched.start_method
         self._finalizer = weakref.finalize(
-            self, shut_down_lifeline, self._owner_pid, launched.lifeline
+            self, let_go, self._owner_pid, launched.lifeline, self._supervisor.sockets
         )
         self._await_ready(self._supervisor)
 

@@ -119,6 +119,13 @@ class FakeWorker:
     def fault_hang(self, _: object) -> None:
         threading.Event().wait()
 
+    def fault_spin(self, _: object) -> None:
+        """Keep the interpreter busy, deaf to everything a process can be deaf to."""
+        for signum in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}:
+            signal.signal(signum, signal.SIG_IGN)
+        while True:
+            pass
+
     def fault_deaf(self, _: object) -> None:
         """Get stuck; the constructor has seen to it that SIGTERM is ignored."""
         threading.Event().wait()
