@@ -9,7 +9,7 @@ import socket
 import sys
 import traceback
 import warnings
-from collections.abc import Iterator
+from collections.abc import Generator
 
 from llmrt.runtime import command_line, descriptors, guard, openmp
 
@@ -65,10 +65,11 @@ def _be_guard(control_fd: int, stdout_fd: int, stderr_fd: int, owner_pid: int) -
 
 
 @contextlib.contextmanager
-def _unwarned() -> Iterator[None]:
-    """Silence Python's warning about forks of processes with threads: what it warns of is dealt with.
+def _unwarned() -> Generator[None]:
+    """Silence Python's warning about forks of processes with threads: that is dealt with here.
 
-    One entry goes in and the same comes out; `catch_warnings` would undo what other threads do meanwhile.
+    One entry goes in and the same comes out; `catch_warnings` would undo what other threads do
+    meanwhile.
     """
     if sys.version_info < (3, 12):
         yield

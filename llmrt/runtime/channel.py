@@ -5,8 +5,9 @@
     │ 4     │ 1    │ 3       │ 8  │ 8      │ `length` bytes       │
     └───────┴──────┴─────────┴────┴────────┴──────────────────────┘
 
-Every frame carries the id of the call it belongs to, so a late answer is never taken for the next one's. `Channel` is
-the end of someone who waits for many at once and never blocks; `Pipe` is the end of a worker, which has only this one.
+Every frame carries the id of the call it belongs to, so a late answer is never taken for the next
+one's. `Channel` is the end of someone who waits for many at once and never blocks; `Pipe` is the
+end of a worker, which has only this one.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ _RECEIVE_BYTES = 1 << 16
 
 
 class ChannelError(Exception):
-    """What arrived is not a frame: the other end is broken, or something else wrote to its socket."""
+    """What arrived is no frame: the other end is broken, or somebody else wrote to its socket."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,7 +169,10 @@ class FrameReader:
 
 
 class Channel:
-    """An end that never blocks: what cannot be sent now waits here until `flush`."""
+    """An end that never blocks: what cannot be sent now waits here until `flush`.
+
+    Every send says MSG_NOSIGNAL: the user's process may have SIGPIPE at its deadly default.
+    """
 
     def __init__(self, sock: socket.socket) -> None:
         sock.setblocking(False)
@@ -203,7 +207,7 @@ class Channel:
 
     def _send_some(self, data: bytes | bytearray) -> int:
         try:
-            return self._sock.send(data)
+            return self._sock.send(data, socket.MSG_NOSIGNAL)
         except BlockingIOError:
             return 0
         except OSError:
@@ -250,7 +254,7 @@ class Pipe:
         """Send a frame; where nobody listens any more, the next `receive` says so."""
         data = encode(frame)
         with contextlib.suppress(OSError):
-            self._sock.sendall(data)
+            self._sock.sendall(data, socket.MSG_NOSIGNAL)
 
     def receive(self) -> RawFrame | None:
         """Return the next frame, or None at the end of the stream."""

@@ -1,7 +1,8 @@
 """First code in a rank: signals, descriptors, entry point, and the loop that answers calls.
 
-A worker is any class with `__init__(config, context)`, `handle(command) -> answer` and `stop(Stop) -> Stopped`. It is
-reached by a dotted name; this module knows nothing of what it computes.
+A worker is any class with `__init__(config, context)`, `handle(command) -> answer` and
+`stop(Stop) -> Stopped`. It is reached by a dotted name; this module knows nothing of what it
+computes.
 """
 
 from __future__ import annotations
@@ -50,9 +51,13 @@ _REPORT_INTERVAL = 0.05
 class Worker(Protocol):
     """What a rank runs."""
 
-    def handle(self, command: Any) -> object: ...
+    def handle(self, command: Any) -> object:
+        """Answer a command; what it raises becomes a Failure."""
+        ...
 
-    def stop(self, command: Stop) -> Stopped: ...
+    def stop(self, command: Stop) -> Stopped:
+        """Let go of everything: the process ends after this."""
+        ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -123,7 +128,7 @@ def _become_rank(setup: RankSetup) -> list[object]:
 
 
 def replace_output_files() -> list[object]:
-    """Make new sys.stdout and sys.stderr on descriptors 1 and 2; return the old ones, to be kept alive.
+    """Make new sys.stdout and sys.stderr on descriptors 1 and 2; return the old ones, to be kept.
 
     An inherited one may hold unwritten text, or close its descriptor when it is collected.
     """
@@ -195,7 +200,7 @@ class Reporter:
 
 
 def serve(pipe: Pipe, report: Reporter, rank: int, build: Callable[[], Worker]) -> int:
-    """Build a worker and answer calls until told to stop or the owner is gone; return the exit code."""
+    """Build a worker, answer calls until the stop or the owner's end; return the exit code."""
     try:
         worker = build()
     except Exception as error:
@@ -213,10 +218,12 @@ def _answer(pipe: Pipe, rank: int, worker: Worker, raw: RawFrame) -> bool:
     """Answer one call; return whether it was the last."""
     is_stop = False
     try:
-        command = decode(raw).body
-        is_stop = isinstance(command, Stop)
-        answer = worker.stop(command) if is_stop else worker.handle(command)
-        pipe.send(Reply(raw.id, answer))
+        command: Any = decode(raw).body
+        if isinstance(command, Stop):
+            is_stop = True
+            pipe.send(Reply(raw.id, worker.stop(command)))
+        else:
+            pipe.send(Reply(raw.id, worker.handle(command)))
     except Exception as error:
         # Also an answer that cannot be pickled: nothing of it has been sent then.
         pipe.send(Failure(raw.id, describe_error(rank, error)))

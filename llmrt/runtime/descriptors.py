@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import os
 import socket
@@ -48,6 +49,10 @@ def move_up(fd: int) -> int:
     """Give a descriptor of ours a number out of the way of the user's, and of 0 to 9."""
     try:
         return fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, _FIRST_OF_OURS)
+    except OSError as error:
+        if error.errno == errno.EINVAL:  # the limit is below our first
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE)) from error
+        raise
     finally:
         os.close(fd)
 

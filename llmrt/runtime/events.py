@@ -1,7 +1,9 @@
 """What a launcher tells the owner of a group, and what the owner tells it.
 
-owner ── Setup (once), SignalRank, DumpStacks, Abort, Shutdown ──► guard
-owner ◄── Phase, RankStarted, RankExited, Output, Stacks, RankState, LaunchFailed, GuardExited ── guard
+    owner ── Setup (once), SignalRank, DumpStacks, Abort, Shutdown ──► guard
+    owner ◄── Phase, RankStarted, RankExited, Output, RankState, Stacks, LaunchFailed ── guard
+
+GuardExited is what the owner's side of the launcher adds when the guard itself is gone.
 """
 
 from __future__ import annotations
@@ -91,7 +93,7 @@ class RankExited:
     """Negative for a signal, as in subprocess; None where nobody could tell."""
     stderr_tail: tuple[str, ...] = ()
     was_out_of_memory: bool | None = None
-    """Whether the kernel killed for memory in this cgroup since the start; None where unreadable."""
+    """Whether the kernel killed for memory in this cgroup since the start; None: unreadable."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

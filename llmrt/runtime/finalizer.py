@@ -5,14 +5,17 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
+from collections.abc import Iterable
 
 
-def shut_down_lifeline(owner_pid: int, lifeline: socket.socket) -> None:
-    """Let the guard read EOF, so that it ends everything and itself.
+def let_go(owner_pid: int, lifeline: socket.socket, sockets: Iterable[socket.socket]) -> None:
+    """Let the guard read EOF, so that it ends everything and itself; release the sockets.
 
     Takes no lock, logs nothing and waits for nothing: it may run at any point of any thread. In a
-    forked copy of the owner it does nothing at all.
+    forked copy of the owner only the copies are released, which nobody notices.
     """
     if os.getpid() == owner_pid:
         with contextlib.suppress(OSError):
             lifeline.shutdown(socket.SHUT_RDWR)
+    for sock in sockets:
+        sock.close()

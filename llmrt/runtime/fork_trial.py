@@ -1,4 +1,8 @@
-"""Whether a fork-born group is to be believed: only after each rank has run a parallel region and said so."""
+"""Whether a fork-born group is to be believed: only after each rank has proven its thread pools.
+
+A pool that came through a fork without its threads hangs at its first parallel region, and at
+nothing before that: so each rank runs one and says so.
+"""
 
 from __future__ import annotations
 

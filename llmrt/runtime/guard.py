@@ -1,9 +1,10 @@
-"""The small process that owns the workers of one engine: makes them, watches them, reaps them, reports.
+"""The small process that owns the workers of one engine: makes, watches, reaps and reports.
 
-    owner ══ control socket ══ guard ──fork──► rank 0..N-1      (and one socket pair owner ◄─► rank each)
+    owner ══ control socket ══ guard ──fork──► rank 0..N-1     (and owner ◄─socket pair─► rank)
 
-Single-threaded. It imports the preloaded modules once and forks the ranks from that; it holds no state of theirs, so it
-answers while a worker sits in a stuck kernel. It ends when its owner does, and takes every descendant with it.
+Single-threaded. It imports the preloaded modules once and forks the ranks from that; it holds no
+state of theirs, so it answers while a worker sits in a stuck kernel. It ends when its owner does,
+and takes every descendant with it.
 """
 
 from __future__ import annotations
@@ -11,28 +12,22 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
-import pickle
 import selectors
 import signal
 import socket
-import sys
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
-from importlib import import_module
-from typing import Any, NoReturn
+from typing import NoReturn
 
-from llmrt.runtime import command_line, descriptors, prctl, proc, shared_memory
+from llmrt.runtime import descriptors, prctl, proc
 from llmrt.runtime.channel import Channel, Note, describe_error, encode
-from llmrt.runtime.child import SETUP_FD, RankSetup, replace_output_files, run_rank
+from llmrt.runtime.child import replace_output_files
 from llmrt.runtime.events import (
     Abort,
     DumpStacks,
-    EXECUTING,
     Event,
     LaunchFailed,
-    Output,
     Phase,
     RankExited,
     RankStarted,
@@ -41,24 +36,26 @@ from llmrt.runtime.events import (
     Shutdown,
     SignalRank,
     Stacks,
-    Stream,
 )
-from llmrt.runtime.line_buffer import LineBuffer, decode
+from llmrt.runtime.line_buffer import decode
+from llmrt.runtime.rank_launch import LaunchError, RankLauncher
+from llmrt.runtime.rank_process import OutputPipe, RankProcess
+from llmrt.runtime.shared_memory import AbortWord
 from llmrt.runtime.signals import STACK_DUMP_SIGNAL, reset_signals
 
 CONTROL_FD = 3
 """Where a spawned guard finds its control socket."""
 
-MAX_DESCRIPTORS = 250
-"""What one message can carry."""
+MAX_RANKS = 250
+"""As many descriptors as one message can carry."""
 
-_READ_BYTES = 1 << 16
 _MAX_UNSENT_BYTES = 1 << 20
 _END_SECONDS = 10.0
+_TURN_SECONDS = 0.02
 
 
 def main(control_fd: int, owner_pid: int, is_fork: bool = False) -> NoReturn:
-    """Be the guard of one engine in this process, to its end; nothing of the caller's is unwound."""
+    """Be the guard of one engine, to the end of this process; nothing is unwound."""
     code = 1
     try:
         _become_guard(owner_pid)
@@ -84,37 +81,11 @@ def _become_guard(owner_pid: int) -> None:
 
 
 def _take_over(control_fd: int) -> list[object]:
-    """Leave alone what a copy of the user's process inherited; return what must not be collected."""
+    """Leave alone what a copy of the user's process inherited; return what nobody may collect."""
     gc.disable()
     gc.freeze()
     descriptors.replace_inherited({0, 1, 2, control_fd})
     return replace_output_files()
-
-
-@dataclass(kw_only=True)
-class _Stream:
-    """One pipe from a rank."""
-
-    rank: int
-    name: Stream
-    fd: int
-    lines: LineBuffer = field(default_factory=LineBuffer)
-
-
-@dataclass(kw_only=True)
-class _Rank:
-    """One worker process."""
-
-    rank: int
-    pid: int
-    stdout: _Stream
-    stderr: _Stream
-    stacks_fd: int
-    has_ended: bool = False
-
-
-class _LaunchError(Exception):
-    """The ranks could not be started; `__cause__` says why."""
 
 
 class Guard:
@@ -124,15 +95,14 @@ class Guard:
         self._control_socket = control
         self._control = Channel(control)
         self._is_fork = is_fork
-        self._selector = selectors.DefaultSelector()
-        self._ranks: list[_Rank] = []
-        self._abort_word: shared_memory.AbortWord | None = None
+        self._selector = selectors.EpollSelector()
+        self._ranks: list[RankProcess] = []
+        self._abort_word: AbortWord | None = None
         self._num_oom_kills = proc.num_oom_kills()
         self._is_over = False
-        self._own_fds: set[int] = {control.fileno(), self._selector_fd()}
-        self._watch(control.fileno(), self._on_command)
-        self._watch_owner(owner_pid)
-        self._watch_signals()
+        self._selector.register(self._control, selectors.EVENT_READ, self._on_command)
+        self._owner_fd = self._watch_owner(owner_pid)
+        self._woken, self._waker = self._watch_signals()
 
     def run(self) -> int:
         """Start the ranks and look after them until told to end; return the exit code."""
@@ -143,44 +113,33 @@ class Guard:
             if setup is not None:
                 self._launch(setup, channel_fds)
                 self._look_after()
-        except _LaunchError as error:
-            assert error.__cause__ is not None
-            failure = describe_error(-1, error.__cause__)
-            self._tell(LaunchFailed(what=str(error), failure=failure))
+        except LaunchError as error:
+            self._tell(LaunchFailed(what=str(error), failure=describe_error(-1, error.cause)))
             code = 1
         self._end()
         return code
 
     # ---- being told, and telling ----
 
-    def _watch(self, fd: int, handler: Callable[[], None]) -> None:
-        self._own_fds.add(fd)
-        self._selector.register(fd, selectors.EVENT_READ, handler)
-
-    def _selector_fd(self) -> int:
-        return (
-            self._selector.fileno() if isinstance(self._selector, selectors.EpollSelector) else -1
-        )
-
-    def _watch_owner(self, owner_pid: int) -> None:
-        """Notice the owner's end also where a process it forked keeps our socket open."""
+    def _watch_owner(self, owner_pid: int) -> int | None:
+        """Notice the owner's end also where a process that it forked keeps our socket open."""
         try:
-            self._owner_fd = os.pidfd_open(owner_pid)
+            owner_fd = os.pidfd_open(owner_pid)
         except OSError:  # an old kernel: the parent-death signal stays on for good
-            self._owner_fd = None
-        else:
-            self._watch(self._owner_fd, self._be_over)
+            return None
+        self._selector.register(owner_fd, selectors.EVENT_READ, self._be_over)
+        return owner_fd
 
-    def _watch_signals(self) -> None:
-        self._woken, waker = os.pipe()
-        for fd in (self._woken, waker):
+    def _watch_signals(self) -> tuple[int, int]:
+        woken, waker = descriptors.pipe()
+        for fd in (woken, waker):
             os.set_blocking(fd, False)
-        self._own_fds.add(waker)
         signal.set_wakeup_fd(waker, warn_on_full_buffer=False)
-        signal.signal(signal.SIGCHLD, lambda *_: None)
+        signal.signal(signal.SIGCHLD, lambda _signum, _frame: None)
         for signum in (signal.SIGTERM, signal.SIGHUP):
-            signal.signal(signum, lambda *_: self._be_over())
-        self._watch(self._woken, self._on_signal)
+            signal.signal(signum, lambda _signum, _frame: self._be_over())
+        self._selector.register(woken, selectors.EVENT_READ, self._on_signal)
+        return woken, waker
 
     def _on_signal(self) -> None:
         with contextlib.suppress(BlockingIOError):
@@ -196,8 +155,13 @@ class Guard:
     def _on_command(self) -> None:
         for frame in self._control.receive():
             self._obey(frame.body)
+        self._notice_owners_end()
+
+    def _notice_owners_end(self) -> None:
         if self._control.is_at_end:
             self._is_over = True
+            with contextlib.suppress(KeyError):  # it would be readable for ever
+                self._selector.unregister(self._control)
 
     def _obey(self, command: object) -> None:
         match command:
@@ -213,11 +177,11 @@ class Guard:
             case _:
                 raise AssertionError(f"The guard was told {command!r}")
 
-    def _signal(self, rank: _Rank, signum: int) -> None:
-        if not rank.has_ended:  # not reaped, so the pid is still its own
+    def _signal(self, rank: RankProcess, signum: int) -> None:
+        if not rank.has_ended:
             os.kill(rank.pid, signum)
 
-    def _dump_stacks(self, rank: _Rank) -> None:
+    def _dump_stacks(self, rank: RankProcess) -> None:
         self._tell(RankState(rank=rank.rank, state=proc.describe_state(rank.pid)))
         if proc.catches_signal(rank.pid, STACK_DUMP_SIGNAL):
             self._signal(rank, STACK_DUMP_SIGNAL)
@@ -231,12 +195,10 @@ class Guard:
     def _receive_channels(self) -> list[int]:
         self._control_socket.setblocking(True)
         _, received, _, _ = socket.recv_fds(
-            self._control_socket, 1, MAX_DESCRIPTORS, socket.MSG_CMSG_CLOEXEC
+            self._control_socket, 1, MAX_RANKS, socket.MSG_CMSG_CLOEXEC
         )
         self._control_socket.setblocking(False)
-        fds = [descriptors.move_up(fd) for fd in received]
-        self._own_fds.update(fds)
-        return fds
+        return [descriptors.move_up(fd) for fd in received]
 
     def _receive_setup(self) -> Setup | None:
         """Return what to run, or None where the owner is gone before it said so."""
@@ -245,155 +207,80 @@ class Guard:
             for frame in self._control.receive():
                 assert isinstance(frame.body, Setup)
                 return frame.body
-            self._is_over = self._is_over or self._control.is_at_end
+            self._notice_owners_end()
         return None
 
     def _launch(self, setup: Setup, channel_fds: list[int]) -> None:
         self._tell(Phase(rank=None, phase="spawned", detail=f"guard is process {os.getpid()}"))
-        os.environ.update(setup.env)
-        _preload(setup, self._tell)
-        with _explained("allocating shared memory"):
-            memory_fd = descriptors.move_up(shared_memory.create(setup.shared_memory_bytes))
-            self._abort_word = shared_memory.AbortWord(memory_fd)
-        self._own_fds.add(memory_fd)
-        listener = _listen() if setup.rendezvous else None
-        if listener is not None:
-            self._own_fds.add(listener.fileno())
-        gc.freeze()  # pages that the collector would touch stay shared with the ranks
-        with _explained("starting the ranks"):
-            for rank, channel_fd in enumerate(channel_fds):
-                self._start_rank(setup, rank, channel_fd, memory_fd, listener)
-        os.close(memory_fd)
-        self._own_fds.discard(memory_fd)
-        if listener is not None:
-            self._own_fds.discard(listener.fileno())
-            listener.close()
-
-    def _start_rank(
-        self,
-        setup: Setup,
-        rank: int,
-        channel_fd: int,
-        memory_fd: int,
-        listener: socket.socket | None,
-    ) -> None:
-        pipes = [descriptors.pipe() for _ in range(3)]
-        for read_end, _ in pipes:
-            os.set_blocking(read_end, False)
-        self._own_fds.update(fd for pair in pipes for fd in pair)
-        rank_setup = RankSetup(
-            rank=rank,
-            world_size=len(setup.configs),
-            entry=setup.entry,
-            config=setup.configs[rank],
-            guard_pid=os.getpid(),
-            channel_fd=channel_fd,
-            stdout_fd=pipes[0][1],
-            stderr_fd=pipes[1][1],
-            stacks_fd=pipes[2][1],
-            memory_fd=memory_fd,
-            has_shared_memory=setup.shared_memory_bytes > 0,
-            rendezvous_port=None if listener is None else listener.getsockname()[1],
-            listen_fd=listener.fileno() if listener is not None and rank == 0 else None,
-            proves_threads=self._is_fork,
+        launcher = RankLauncher(
+            setup,
+            channel_fds,
+            is_fork=self._is_fork,
+            tell=self._tell,
+            guard_fds=self._own_descriptors,
         )
-        obstacle = _why_not_fork()
-        if obstacle is None:
-            pid = self._fork(rank_setup)
-        else:
-            self._tell(Phase(rank=rank, phase=EXECUTING, detail=f"not forked: {obstacle}"))
-            pid = _execute(rank_setup, setup.python)
-        for fd in (channel_fd, *(write_end for _, write_end in pipes)):
-            os.close(fd)
-            self._own_fds.discard(fd)
-        self._look_at(rank, pid, [read_end for read_end, _ in pipes])
+        self._abort_word = launcher.prepare()
+        if self._owner_fd is not None:
+            # No longer deaf: the owner's pidfd is watched. The signal would also come when only the
+            # thread that started us ends, as it may once the ranks serve.
+            prctl.set_parent_death_signal(0)
+        for process in launcher.start():
+            self._ranks.append(process)
+            self._watch_rank(process)
+            self._tell(RankStarted(rank=process.rank, pid=process.pid))
 
-    def _fork(self, setup: RankSetup) -> int:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        old_mask = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
-        pid = os.fork()
-        if pid == 0:
-            try:
-                for fd in self._own_fds - setup.descriptors - {-1}:
-                    os.close(fd)
-                run_rank(setup)
-            finally:
-                os._exit(1)
-        signal.pthread_sigmask(signal.SIG_SETMASK, old_mask)
-        return pid
+    def _own_descriptors(self) -> set[int]:
+        watched = {key.fd for key in self._selector.get_map().values()}
+        return watched | {self._selector.fileno(), self._waker}
 
-    def _look_at(self, rank: int, pid: int, fds: list[int]) -> None:
-        stdout = _Stream(rank=rank, name="stdout", fd=fds[0])
-        stderr = _Stream(rank=rank, name="stderr", fd=fds[1])
-        worker = _Rank(rank=rank, pid=pid, stdout=stdout, stderr=stderr, stacks_fd=fds[2])
-        self._ranks.append(worker)
-        self._watch(stdout.fd, lambda: self._read_output(stdout))
-        self._watch(stderr.fd, lambda: self._read_output(stderr))
-        self._watch(worker.stacks_fd, lambda: self._read_stacks(worker))
-        self._tell(RankStarted(rank=rank, pid=pid))
+    def _watch_rank(self, process: RankProcess) -> None:
+        self._watch_output(process.stdout)
+        self._watch_output(process.stderr)
+        self._selector.register(
+            process.stacks, selectors.EVENT_READ, lambda: self._read_stacks(process)
+        )
+
+    def _watch_output(self, output: OutputPipe) -> None:
+        self._selector.register(output.end, selectors.EVENT_READ, lambda: self._read_output(output))
 
     # ---- looking after them ----
 
     def _look_after(self) -> None:
-        if self._owner_fd is not None:
-            # The owner's pidfd is watched from here on. The signal would also fire when only the
-            # thread that started us ends.
-            prctl.set_parent_death_signal(0)
         self._reap()
         while not self._is_over:
             self._turn(None)
 
     def _turn(self, timeout: float | None) -> None:
-        wanted = selectors.EVENT_READ
-        if self._control.num_unsent_bytes:
-            wanted |= selectors.EVENT_WRITE
-        self._selector.modify(self._control.fileno(), wanted, self._on_command)
+        self._update_interest()
         for key, ready in self._selector.select(timeout):
             if ready & selectors.EVENT_WRITE:
                 self._control.flush()
             if ready & selectors.EVENT_READ:
                 key.data()
 
-    def _read_output(self, stream: _Stream) -> bool:
-        """Read what is there, once; return whether there may be more."""
-        data = self._read(stream.fd)
-        if data:
-            self._forward(stream, stream.lines.feed(data))
-        return bool(data)
-
-    def _forward(self, stream: _Stream, lines: bytes) -> None:
-        if not lines:
+    def _update_interest(self) -> None:
+        if self._control.is_at_end:
             return
-        if self._control.num_unsent_bytes > _MAX_UNSENT_BYTES:
-            stream.lines.drop(lines)
-            return
-        self._tell(
-            Output(
-                rank=stream.rank,
-                stream=stream.name,
-                text=decode(lines),
-                num_dropped_lines=stream.lines.take_num_dropped(),
-            )
-        )
+        wanted = selectors.EVENT_READ
+        if self._control.num_unsent_bytes:
+            wanted |= selectors.EVENT_WRITE
+        self._selector.modify(self._control, wanted, self._on_command)
 
-    def _read_stacks(self, rank: _Rank) -> None:
-        if data := self._read(rank.stacks_fd):
-            self._tell(Stacks(rank=rank.rank, text=decode(data)))
-
-    def _read(self, fd: int) -> bytes:
-        """Return what can be read now; stop watching at the end of the stream."""
-        if fd not in self._own_fds:
-            return b""
-        try:
-            data = os.read(fd, _READ_BYTES)
-        except BlockingIOError:
-            return b""
-        if not data:
+    def _read_output(self, output: OutputPipe) -> None:
+        fd = output.end.fileno()
+        may_forward = self._control.num_unsent_bytes < _MAX_UNSENT_BYTES
+        lines = output.read(may_forward=may_forward)
+        if not output.end.is_open:
             self._selector.unregister(fd)
-            self._own_fds.discard(fd)
-            os.close(fd)
-        return data
+        if lines is not None:
+            self._tell(lines)
+
+    def _read_stacks(self, process: RankProcess) -> None:
+        data = process.stacks.read()
+        if data:
+            self._tell(Stacks(rank=process.rank, text=decode(data)))
+        elif not process.stacks.is_open:
+            self._selector.unregister(process.stacks.fileno())
 
     def _reap(self) -> None:
         """Reap every child that has ended, adopted ones too."""
@@ -403,109 +290,48 @@ class Guard:
                     if rank.pid == ended[0] and not rank.has_ended:
                         self._bury(rank, os.waitstatus_to_exitcode(ended[1]))
 
-    def _bury(self, rank: _Rank, exit_code: int) -> None:
-        rank.has_ended = True
+    def _bury(self, process: RankProcess, exit_code: int) -> None:
+        process.has_ended = True
         self._abort()
-        for stream in (rank.stdout, rank.stderr):
-            for _ in range(16):  # a pipe holds 64 KiB; more comes only from a surviving grandchild
-                if not self._read_output(stream):
-                    break
-            self._forward(stream, stream.lines.finish())
-        num_oom_kills = proc.num_oom_kills()
-        was_oom = None
-        if num_oom_kills is not None and self._num_oom_kills is not None:
-            was_oom = num_oom_kills > self._num_oom_kills
+        for output in (process.stdout, process.stderr):
+            fd, was_open = output.end.fileno(), output.end.is_open
+            for lines in output.read_rest():
+                self._tell(lines)
+            if was_open and not output.end.is_open:
+                self._selector.unregister(fd)
         self._tell(
             RankExited(
-                rank=rank.rank,
-                pid=rank.pid,
+                rank=process.rank,
+                pid=process.pid,
                 exit_code=exit_code,
-                stderr_tail=rank.stderr.lines.tail(),
-                was_out_of_memory=was_oom,
+                stderr_tail=process.stderr.tail(),
+                was_out_of_memory=self._was_out_of_memory(),
             )
         )
+
+    def _was_out_of_memory(self) -> bool | None:
+        now = proc.num_oom_kills()
+        if now is None or self._num_oom_kills is None:
+            return None
+        return now > self._num_oom_kills
 
     # ---- ending ----
 
     def _end(self) -> None:
-        """Kill and reap every descendant: those of a killed child come to us, again and again."""
+        """Kill and reap every descendant: the children of a killed child come to us, and so on."""
+        self._abort()
         deadline = time.monotonic() + _END_SECONDS
-        while time.monotonic() < deadline:
-            self._reap()
-            children = proc.children_of(os.getpid())
-            if not children:
-                break
-            for pid in children:
-                os.kill(pid, signal.SIGKILL)  # ours and not reaped, so the pid is still its own
-            self._turn(0.02)
-        while self._control.num_unsent_bytes and time.monotonic() < deadline:
-            if self._control.is_at_end:
-                break
-            self._turn(0.02)
+        self._until(deadline, self._kill_children)
+        self._until(deadline, lambda: self._control.is_at_end or not self._control.num_unsent_bytes)
 
+    def _kill_children(self) -> bool:
+        """Kill all children; return whether none is left."""
+        self._reap()
+        children = proc.children_of(os.getpid())
+        for pid in children:
+            os.kill(pid, signal.SIGKILL)  # ours and not reaped, so the pid is still its own
+        return not children
 
-def _preload(setup: Setup, tell: Callable[[Event], None]) -> None:
-    """Import what every rank will need, once, without the threads that numpy's BLAS starts at import."""
-    name = "OPENBLAS_NUM_THREADS"
-    before = os.environ.get(name)
-    if name not in setup.env:
-        os.environ[name] = "1"
-    for module in setup.preload:
-        tell(Phase(rank=None, phase="importing", detail=module))
-        with _explained(f"importing {module}"):
-            import_module(module)
-    if before is None:
-        os.environ.pop(name, None)
-    else:
-        os.environ[name] = before
-
-
-class _explained(contextlib.AbstractContextManager["_explained"]):  # noqa: N801
-    """Turns whatever is raised inside into a _LaunchError that says what was being done."""
-
-    def __init__(self, what: str) -> None:
-        self._what = what
-
-    def __exit__(self, _type: object, error: BaseException | None, _traceback: Any) -> None:
-        if error is not None:
-            raise _LaunchError(self._what) from error
-
-
-def _listen() -> socket.socket:
-    """Return a socket bound to a port of this host alone, chosen and held, so that nobody can take it."""
-    with _explained("binding the rendezvous socket"), socket.socket() as bound:
-        bound.bind(("127.0.0.1", 0))
-        bound.listen(128)
-        return socket.socket(fileno=descriptors.move_up(bound.detach()))
-
-
-def _why_not_fork() -> str | None:
-    """Return what makes a fork of this process unsafe, or None."""
-    num_threads = proc.num_native_threads()
-    if num_threads > 1:
-        return f"the guard has {num_threads} native threads after its imports"
-    if descriptors.has_accelerator_open():
-        return "an import opened an accelerator's driver"
-    return None
-
-
-def _execute(setup: RankSetup, python: tuple[str, ...]) -> int:
-    """Start a rank in a fresh interpreter; return its pid."""
-    layout = {"channel_fd": 4, "stacks_fd": 5, "memory_fd": 6, "stdout_fd": 8, "stderr_fd": 9}
-    if setup.listen_fd is not None:
-        layout["listen_fd"] = 7
-    moved = replace(setup, **layout, proves_threads=False)
-    setup_fd = descriptors.move_up(os.memfd_create("llmrt-setup"))
-    try:
-        with open(setup_fd, "wb", closefd=False) as file:
-            pickle.dump(moved, file)
-        os.lseek(setup_fd, 0, os.SEEK_SET)
-        actions = [(os.POSIX_SPAWN_DUP2, setup_fd, SETUP_FD)]
-        for name, fd in layout.items():
-            actions.append((os.POSIX_SPAWN_DUP2, getattr(setup, name), fd))
-        for fd, source in ((1, setup.stdout_fd), (2, setup.stderr_fd)):
-            actions.append((os.POSIX_SPAWN_DUP2, source, fd))
-        command = command_line.run_function(python, "llmrt.runtime.child", "main()")
-        return os.posix_spawn(command[0], command, os.environ, file_actions=actions)
-    finally:
-        os.close(setup_fd)
+    def _until(self, deadline: float, is_done: Callable[[], bool]) -> None:
+        while not is_done() and time.monotonic() < deadline:
+            self._turn(_TURN_SECONDS)

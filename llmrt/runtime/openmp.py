@@ -1,7 +1,7 @@
 """OpenMP thread pools around a fork: released before it, proven after it.
 
-A pool's threads do not survive a fork, and a forked process that believes in them hangs at its next parallel region.
-Works on whatever OpenMP runtimes happen to be loaded; loads none itself.
+A pool's threads do not survive a fork, and a forked process that believes in them hangs at its next
+parallel region. Works on whatever OpenMP runtimes happen to be loaded; loads none itself.
 """
 
 from __future__ import annotations
@@ -9,19 +9,21 @@ from __future__ import annotations
 import ctypes
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
 
 _RUNTIME = re.compile(r"/lib(?:gomp|iomp5|omp)[-.\w]*\.so[.\d]*$")
 _PAUSE_HARD = 2
+_NUM_THREADS = ctypes.c_uint(2)
+"""Enough to need the pool, whatever OMP_NUM_THREADS says."""
 
 
 @contextmanager
-def released_pools() -> Iterator[None]:
+def released_pools() -> Generator[None]:
     """Release the calling thread's pools; restore its settings afterwards.
 
-    The thread that calls this must be the one that forks: a pool belongs to the thread that started it.
+    The thread that calls this must be the one that forks: a pool belongs to its thread.
     """
     runtimes = _loaded_runtimes()
     num_threads = [int(r.omp_get_max_threads()) for r in runtimes]
@@ -37,12 +39,12 @@ def released_pools() -> Iterator[None]:
 
 
 def run_parallel_regions() -> None:
-    """Run one parallel region in every loaded runtime; hangs where a pool did not survive a fork."""
+    """Run one parallel region in every loaded runtime; hangs where a fork broke a pool."""
     libc = ctypes.CDLL(None)
     for runtime in _loaded_runtimes():
         if hasattr(runtime, "GOMP_parallel"):
             # Any function without effect will do: each thread of the pool calls it once.
-            runtime.GOMP_parallel(libc.getpid, None, ctypes.c_uint(0), ctypes.c_uint(0))
+            runtime.GOMP_parallel(libc.getpid, None, _NUM_THREADS, ctypes.c_uint(0))
 
 
 def _loaded_runtimes() -> list[ctypes.CDLL]:

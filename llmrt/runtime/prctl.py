@@ -1,4 +1,4 @@
-"""The few things only prctl(2) can do: name a process, tie its life to its parent's, adopt orphans."""
+"""What only prctl(2) can do: name a process, tie its life to its parent's, adopt orphans."""
 
 from __future__ import annotations
 

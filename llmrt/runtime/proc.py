@@ -63,7 +63,7 @@ def catches_signal(pid: int, signum: int) -> bool:
 
 
 def num_oom_kills() -> int | None:
-    """Return how often the kernel killed for memory in this process's cgroup; None if unreadable."""
+    """Return how often the kernel killed for memory in this cgroup; None where unreadable."""
     for path, key in _oom_counters():
         with contextlib.suppress(OSError, ValueError):
             for line in path.read_text().splitlines():

@@ -75,7 +75,7 @@ def _memory_hint(death: RankExited) -> str:
         return ""
     if death.was_out_of_memory:
         return (
-            " The kernel's out-of-memory counter of this cgroup has risen: it was most likely killed"
+            " The out-of-memory counter of this cgroup has risen: most likely the kernel killed it"
             " for memory. Lower kv_cache_bytes or gpu_memory_fraction, or give the container more."
         )
     if death.was_out_of_memory is None:

@@ -1,7 +1,7 @@
 """One anonymous memory file per engine, mapped by every rank of a host.
 
-Its first page is the runtime's: a 32-bit word at offset 0 that turns from 0 to 1 when the ranks must stop waiting for
-one another. What the workers asked for begins at offset 4096.
+Its first page is the runtime's: a 32-bit word at offset 0 that turns from 0 to 1 when the ranks
+must stop waiting for one another. What the workers asked for begins at offset 4096.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class SharedMemoryError(Exception):
 
 
 def create(num_bytes: int) -> int:
-    """Return the descriptor of a memory file with room for the header and `num_bytes`, all of it allocated.
+    """Return the descriptor of a memory file with room for the header and `num_bytes`, allocated.
 
     Memory that is only promised would end a worker with SIGBUS at its first touch.
     """

@@ -6,7 +6,7 @@ import contextlib
 import signal
 
 STACK_DUMP_SIGNAL = int(signal.SIGRTMIN) + 9
-"""Makes a worker write its stacks; a real-time signal, because libraries use the ones with names."""
+"""Makes a worker write its stacks; a real-time signal, as libraries use those with names."""
 
 _IGNORED_BY_PYTHON = (signal.SIGPIPE, signal.SIGXFSZ)
 """What every fresh interpreter ignores, so that a write to a closed pipe is an OSError."""

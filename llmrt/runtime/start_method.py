@@ -1,4 +1,4 @@
-"""How the guard of an engine is born, and why so."""
+"""StartMethod: how the guard of an engine is born, and why."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from typing import Literal
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StartMethod:
-    """The way the workers' processes come to be, with the reason in one sentence."""
+    """How the guard of an engine is born."""
 
     name: Literal["fork", "spawn"]
     reason: str
+    """Why, in one sentence."""

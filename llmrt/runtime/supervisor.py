@@ -1,7 +1,7 @@
 """Waits on everything of a running group at once, and keeps what is known of each rank.
 
     channels of all ranks ┐
-    the launcher's events ├─► one selector ─► Supervisor: answers to calls, deaths, failures, progress, output
+    the launcher's events ├─► one selector ─► answers, deaths, failures, progress, output
     wake() of any thread  ┘
 
 It records; what a death means to whoever waits is decided in `worker_group`.
@@ -58,7 +58,7 @@ class WorkerOutput:
     stream: Stream
     text: str
     num_dropped_lines: int = 0
-    """Lines before these that were thrown away because they came faster than they could be passed on."""
+    """Lines before these that were thrown away because they came too fast."""
 
 
 @dataclass(kw_only=True)
@@ -155,14 +155,20 @@ class Supervisor:
             self._selector.register(view.channel, selectors.EVENT_READ, view)
 
     @property
+    def sockets(self) -> tuple[socket.socket, ...]:
+        """Every socket that is open on our account."""
+        launched = self.launched
+        return (launched.lifeline, *launched.channels, self._woken, self._waker)
+
+    @property
     def guard_phase(self) -> str:
         """What the guard said last that it was doing."""
         return self._guard_phase
 
     def wake(self) -> None:
-        """Make the current or next `pump` return. Takes no lock; any thread may call it at any time."""
+        """Make the current or next `pump` return. Takes no lock; any thread may call it."""
         try:
-            self._waker.send(b"\0")
+            self._waker.send(b"\0", socket.MSG_NOSIGNAL)
         except OSError:
             return  # full, so it is awake; or closed, so nobody waits
 
@@ -198,7 +204,7 @@ class Supervisor:
     # ---- events ----
 
     def pump(self, timeout: float | None) -> bool:
-        """Handle what happens until something did, or was woken; return False where the time was up."""
+        """Handle what happens next, or a `wake`; return False where the time was up."""
         if any(view.closed_at is not None for view in self.ranks):
             timeout = _STATUS_GRACE if timeout is None else min(timeout, _STATUS_GRACE)
         happened = False
@@ -354,7 +360,7 @@ class Supervisor:
                 view.closed_at = None
 
     def _give_up_on_status(self) -> None:
-        """Take a rank whose channel closed for dead where the guard does not say so (it may be stopped)."""
+        """Take for dead a rank whose channel closed and of which the guard says nothing."""
         for view in self.ranks:
             if view.closed_at is None or time.monotonic() - view.closed_at < _STATUS_GRACE:
                 continue

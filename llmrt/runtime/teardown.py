@@ -1,7 +1,7 @@
 """The stop ladder: ask, SIGTERM, SIGKILL, then the launcher itself. One deadline for all.
 
-`plan` is a pure function of what is observed; whoever drives it does what it says, waits as long as it says, and asks
-again, until it says that everything is over.
+`plan` is a pure function of what is observed; whoever drives it does what it says, waits as long as
+it says, and asks again, until it says that everything is over.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ class Limits:
         if is_broken:
             ask = min(ask, _BROKEN_ASK_SECONDS)
         kill_at = ask + min(timeouts.close_terminate, total * 0.2)
-        kill_launcher_at = max(total * 0.8, kill_at + _KILL_GRACE_SECONDS)
+        grace_ends_at = min(kill_at + _KILL_GRACE_SECONDS, max(total, _KILL_GRACE_SECONDS))
+        kill_launcher_at = max(total * 0.8, grace_ends_at)
         return cls(
             terminate_at=ask,
             kill_at=kill_at,

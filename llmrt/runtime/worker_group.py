@@ -1,6 +1,7 @@
 """N workers from start to reaped: start them, call them, close them.
 
-Used by one thread, which is the only one that waits; `wake`, `interrupt` and `hurry` may come from any other.
+Used by one thread, which is the only one that waits; `wake`, `interrupt` and `hurry` may come from
+any other.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 import os
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Literal, NoReturn
+from typing import Any, Literal, NoReturn
 
 from llmrt.config import Timeouts
 from llmrt.errors import (
@@ -23,7 +24,7 @@ from llmrt.runtime import reports
 from llmrt.runtime.child import THREADS_PROVEN
 from llmrt.runtime.deadlines import Patience
 from llmrt.runtime.events import Abort, DumpStacks
-from llmrt.runtime.finalizer import shut_down_lifeline
+from llmrt.runtime.finalizer import let_go
 from llmrt.runtime.fork_trial import DistrustedForkError, ForkTrial
 from llmrt.runtime.group_close import GroupCloser
 from llmrt.runtime.launchers.base import GroupSpec, Launcher
@@ -60,7 +61,7 @@ class WorkerGroup:
         self._owner_pid = os.getpid()
         self._supervisor: Supervisor | None = None
         self._closer: GroupCloser | None = None
-        self._finalizer: weakref.finalize[[int, object], WorkerGroup] | None = None
+        self._finalizer: weakref.finalize[..., Any] | None = None
         self._report: CloseReport | None = None
         self._is_interrupted = False
         self._is_hurried = False
@@ -150,7 +151,7 @@ class WorkerGroup:
             ) from error
         self.start_method = launched.start_method
         self._finalizer = weakref.finalize(
-            self, shut_down_lifeline, self._owner_pid, launched.lifeline
+            self, let_go, self._owner_pid, launched.lifeline, self._supervisor.sockets
         )
         self._await_ready(self._supervisor)
 

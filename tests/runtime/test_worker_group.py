@@ -80,8 +80,13 @@ def test_a_group_that_was_never_started_closes(make_group: MakeGroup) -> None:
 
 @pytest.mark.parametrize(
     ("fault", "exit_code", "signal_name"),
-    [("exit_3", 3, None), ("exit_0", 0, None), ("sys_exit", 5, None)]
-    + [("kill", None, "SIGKILL"), ("segfault", None, "SIGSEGV")],
+    [
+        ("exit_3", 3, None),
+        ("exit_0", 0, None),
+        ("sys_exit", 5, None),
+        ("kill", None, "SIGKILL"),
+        ("segfault", None, "SIGSEGV"),
+    ],
 )
 def test_a_death_says_who_and_how(
     start_group: MakeGroup, fault: str, exit_code: int | None, signal_name: str | None
@@ -139,7 +144,7 @@ def test_a_death_while_idle_is_noticed(start_group: MakeGroup) -> None:
 
 def test_failures_of_all_ranks_are_listed(start_group: MakeGroup) -> None:
     group = start_group()
-    with pytest.raises(WorkerFailedError, match="rank [01]: ValueError") as caught:
+    with pytest.raises(WorkerFailedError, match=r"rank [01]: ValueError") as caught:
         group.call(Misbehave(fault="raise"), 5)
     assert {failure.rank for failure in caught.value.failures} == {0, 1}
     assert "fault_raise" in caught.value.failures[0].traceback
@@ -290,13 +295,13 @@ def test_a_start_without_progress_says_which_rank_did_what(make_group: MakeGroup
 
 def test_a_module_that_cannot_be_imported_is_named(make_group: MakeGroup) -> None:
     group = make_group(preload=("tests.no_such_module",))
-    with pytest.raises(EngineStartError, match="importing tests.no_such_module failed"):
+    with pytest.raises(EngineStartError, match=r"importing tests.no_such_module failed"):
         group.start()
 
 
 def test_a_class_that_is_not_there_is_named(make_group: MakeGroup) -> None:
     group = make_group(entry="tests.support.fake_workers:Missing")
-    with pytest.raises(EngineStartError, match="AttributeError.*Missing"):
+    with pytest.raises(EngineStartError, match=r"AttributeError.*Missing"):
         group.start()
 
 

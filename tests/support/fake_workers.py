@@ -119,8 +119,15 @@ class FakeWorker:
     def fault_hang(self, _: object) -> None:
         threading.Event().wait()
 
+    def fault_spin(self, _: object) -> None:
+        """Keep the interpreter busy, deaf to everything a process can be deaf to."""
+        for signum in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}:
+            signal.signal(signum, signal.SIG_IGN)
+        while True:
+            pass
+
     def fault_deaf(self, _: object) -> None:
-        """Nothing more than ignoring SIGTERM, which the constructor did; stuck when asked to stop."""
+        """Get stuck; the constructor has seen to it that SIGTERM is ignored."""
         threading.Event().wait()
 
     def fault_slow(self, _: object) -> None:

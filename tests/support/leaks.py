@@ -1,4 +1,4 @@
-"""What a test may not leave behind: processes, threads, descriptors, shared memory, temporary files."""
+"""What a test may not leave behind: processes, threads, descriptors, shared memory, temp files."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def _describe(pid: int) -> str:
 
 @contextmanager
 def no_leaks() -> Iterator[None]:
-    """Fail if what runs inside leaves anything behind; things that end by themselves get a moment."""
+    """Fail if what runs inside leaves anything; what ends by itself gets a moment."""
     gc.collect()
     before = Snapshot.take()
     yield

@@ -1,8 +1,9 @@
-"""What a `backend=` is to the rest of the runtime: something that starts workers and reports on them."""
+"""What a `backend=` is to the runtime: something that starts workers and reports on them."""
 
 from __future__ import annotations
 
 import socket
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -29,8 +30,8 @@ class GroupSpec:
     """Memory that the ranks share, from offset 4096 of `WorkerContext.shared_memory_fd`."""
     rendezvous: bool = False
     """Whether the ranks are given a bound socket to meet at."""
-    python: tuple[str, ...] | None = None
-    """How to start an interpreter, with its flags; None for this one with its own flags."""
+    python: tuple[str, ...] = (sys.executable,)
+    """How to start an interpreter, with its flags."""
 
     @property
     def world_size(self) -> int:
@@ -76,5 +77,5 @@ class Launcher(Protocol):
         ...
 
     def distrust(self, spec: GroupSpec, reason: str) -> GroupSpec | None:
-        """Return what to launch instead after workers did not prove themselves; None for nothing."""
+        """Return what to launch instead of workers that did not prove themselves, or None."""
         ...

@@ -40,8 +40,8 @@ class InProcessLauncher:
         """Start the thread."""
         if spec.world_size != 1:
             raise ConfigError(
-                f'backend="inprocess" runs one worker in this process: asked for tp={spec.world_size}. '
-                'Use tp=1, or backend="mp".'
+                f'backend="inprocess" runs one worker in this process: asked for '
+                f'tp={spec.world_size}. Use tp=1, or backend="mp".'
             )
         return WorkerThread(spec)
 
@@ -52,7 +52,8 @@ class InProcessLauncher:
 
 def stack_of(thread: threading.Thread) -> str:
     """Return where a thread of this process is."""
-    frame = sys._current_frames().get(thread.ident or 0)  # documented, in spite of its name
+    frames = sys._current_frames()  # pyright: ignore[reportPrivateUsage] - documented
+    frame = frames.get(thread.ident or 0)
     return "".join(traceback.format_stack(frame)) if frame is not None else "(ended)"
 
 
@@ -135,7 +136,8 @@ class WorkerThread:
         self._button.close()
         if self._thread.is_alive():
             raise EngineDeadError(
-                "The in-process worker is still running and a thread cannot be killed; it ends with "
-                "its current command, or with this process. It is here:\n" + stack_of(self._thread)
+                "The in-process worker is still running and a thread cannot be killed; it ends "
+                "with its current command, or with this process. It is here:\n"
+                + stack_of(self._thread)
             )
         self._theirs.close()

@@ -12,13 +12,12 @@ import time
 from dataclasses import dataclass, replace
 
 from llmrt.config import Timeouts
-from llmrt.runtime import birth, command_line, descriptors, proc
-from llmrt.runtime.channel import Call, Channel, encode
+from llmrt.runtime import birth, descriptors, proc
+from llmrt.runtime.channel import Call, Channel, Note, encode
 from llmrt.runtime.events import (
     ControlCommand,
     Event,
     GuardExited,
-    Output,
     RankExited,
     RankStarted,
     Setup,
@@ -27,16 +26,15 @@ from llmrt.runtime.events import (
     Stream,
 )
 from llmrt.runtime.launchers.base import GroupSpec
-from llmrt.runtime.line_buffer import LineBuffer, decode
+from llmrt.runtime.rank_process import OutputPipe
 from llmrt.runtime.start_method import StartMethod
 
-_READ_BYTES = 1 << 16
 _KILL_SECONDS = 5.0
 
 
 @dataclass(kw_only=True)
 class ForkHistory:
-    """What this process knows of its own forks. One object per process, because a process is one."""
+    """What this process knows of its own forks. One per process: that is what it is about."""
 
     failure: str | None = None
     """Why it forks no more; None while it may."""
@@ -87,7 +85,7 @@ class GuardHandle:
         self.start_method = method
         self.host = socket.gethostname()
         self._owner_pid = os.getpid()
-        self._python = spec.python or command_line.default_python()
+        self._python = spec.python
         self._ranks: dict[int, int] = {}
         self._has_exited = False
         self._pid = 0
@@ -109,13 +107,8 @@ class GuardHandle:
                 channels.append(ours)
                 theirs.append(other)
             self.lifeline, self.channels = channels[0], tuple(channels[1:])
-            self._outputs = [_GuardOutput("stdout"), _GuardOutput("stderr")]
-            for output in self._outputs:
-                output.fd, write_end = descriptors.pipe()
-                lent.callback(os.close, write_end)
-                undo.callback(output.close)
-                output.write_end = write_end
-            self._pid = self._bear(theirs[0])
+            self._outputs, write_ends = self._open_outputs(undo, lent)
+            self._pid = self._bear(theirs[0], *write_ends)
             undo.callback(self._destroy)
             self._pidfd = _open_pidfd(self._pid)
             if self._pidfd is not None:
@@ -125,8 +118,22 @@ class GuardHandle:
         self._control.send(setup)
         self._watch()
 
-    def _bear(self, control: socket.socket) -> int:
-        stdout_fd, stderr_fd = (output.write_end for output in self._outputs)
+    def _open_outputs(
+        self, undo: contextlib.ExitStack, lent: contextlib.ExitStack
+    ) -> tuple[list[OutputPipe], list[int]]:
+        """Return what reads the guard's own output, and the ends that it writes to."""
+        outputs: list[OutputPipe] = []
+        write_ends: list[int] = []
+        streams: tuple[Stream, ...] = ("stdout", "stderr")
+        for stream in streams:
+            read_end, write_end = descriptors.pipe()
+            lent.callback(os.close, write_end)
+            outputs.append(OutputPipe(None, stream, read_end))
+            undo.callback(outputs[-1].end.close)
+            write_ends.append(write_end)
+        return outputs, write_ends
+
+    def _bear(self, control: socket.socket, stdout_fd: int, stderr_fd: int) -> int:
         if self.start_method.name == "fork":
             return birth.fork_guard(control, stdout_fd, stderr_fd)
         return birth.spawn_guard(control, stdout_fd, stderr_fd, self._python)
@@ -134,8 +141,7 @@ class GuardHandle:
     def _watch(self) -> None:
         self._selector.register(self._control, selectors.EVENT_READ)
         for output in self._outputs:
-            os.set_blocking(output.fd, False)
-            self._selector.register(output.fd, selectors.EVENT_READ)
+            self._selector.register(output.end, selectors.EVENT_READ)
         if self._pidfd is not None:
             self._selector.register(self._pidfd, selectors.EVENT_READ)
 
@@ -147,20 +153,30 @@ class GuardHandle:
 
     def events(self) -> list[Event]:
         """Return what the guard said and did since the last time."""
-        events: list[Event] = []
         if self._has_exited:
-            return events
+            return []
+        events: list[Event] = []
         has_ended = self._pidfd in {key.fd for key, _ in self._selector.select(0)}
         self._control.flush()
         while frames := self._control.receive():
-            events += [frame.body for frame in frames]
+            events.extend(frame.body for frame in frames if isinstance(frame, Note))
         for event in events:
             self._note(event)
-        for output in self._outputs:
-            events += output.read()
         self._update_interest()
+        events += self._read_outputs()
         if has_ended or (self._pidfd is None and self._control.is_at_end):
             events.append(self._exited())
+        return events
+
+    def _read_outputs(self) -> list[Event]:
+        events: list[Event] = []
+        for output in self._outputs:
+            fd, was_open = output.end.fileno(), output.end.is_open
+            lines = output.read()
+            if was_open and not output.end.is_open:
+                self._selector.unregister(fd)
+            if lines is not None:
+                events.append(lines)
         return events
 
     def _note(self, event: Event) -> None:
@@ -192,7 +208,7 @@ class GuardHandle:
         self._kill_session()
         for fd in list(self._selector.get_map()):
             self._selector.unregister(fd)
-        tail = tuple(line for output in self._outputs for line in output.lines.tail())
+        tail = tuple(line for output in self._outputs for line in output.tail())
         return GuardExited(pid=self._pid, exit_code=self._reap(), output_tail=tail)
 
     # ---- commands ----
@@ -223,7 +239,7 @@ class GuardHandle:
     def _kill_session(self) -> None:
         """SIGKILL what is left of the guard's session, until nothing is.
 
-        The guard is reaped after this: while it is a zombie, its session's number cannot be taken again.
+        The guard is reaped after this: as long as it is a zombie, its session's number is taken.
         """
         deadline = time.monotonic() + _KILL_SECONDS
         while (left := proc.living_in_session(self._pid)) and time.monotonic() < deadline:
@@ -255,29 +271,6 @@ class GuardHandle:
         self._kill_session()
         if self._is_gone():
             self._reap()
-
-
-class _GuardOutput:
-    """What the guard itself prints: nothing, unless something is wrong."""
-
-    def __init__(self, name: Stream) -> None:
-        self.name: Stream = name
-        self.fd = -1
-        self.write_end = -1
-        self.lines = LineBuffer()
-
-    def read(self) -> list[Event]:
-        """Return the whole lines it printed since the last time."""
-        try:
-            data = os.read(self.fd, _READ_BYTES)
-        except BlockingIOError:
-            return []
-        lines = self.lines.feed(data) if data else self.lines.finish()
-        return [Output(rank=None, stream=self.name, text=decode(lines))] if lines else []
-
-    def close(self) -> None:
-        """Release the descriptor."""
-        os.close(self.fd)
 
 
 def _setup(spec: GroupSpec, python: tuple[str, ...]) -> Setup:
