@@ -63,6 +63,7 @@ def as_text(report: Mapping[str, object]) -> str:
     chosen = cast("dict[str, Any]", report["start_method"])
     verdict = chosen["error"] if "error" in chosen else f"{chosen['name']}: {chosen['reason']}"
     lines = [*_lines(rest, ""), "", f"start method  {verdict}"]
+    lines += [f"warning       {chosen['warning']}"] if chosen["warning"] else []
     return "\n".join([*lines, *(_row_line(row) for row in chosen["rows"])])
 
 
