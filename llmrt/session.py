@@ -260,8 +260,8 @@ class Session:
                 self._admit(scheduler, message)
         while self._aborts:
             request_id = self._aborts.popleft()
-            if self._generations.pop(request_id, None) is not None:
-                scheduler.abort(request_id)
+            self._generations.pop(request_id, None)
+            scheduler.abort(request_id)
 
     def _admit(self, scheduler: Scheduler, generation: Generation) -> None:
         if generation.future.cancelled():
@@ -307,9 +307,9 @@ class Session:
     def _follow_call(self) -> None:
         assert self._active is not None
         remote_call, pending = self._active
-        if not pending.done:
+        if pending.missing:
             self.group.poll(self._patience(remote_call))
-        if pending.done:
+        if not pending.missing:
             self._active = None
             replies = self.group.wait(pending, self._timeouts.step)
             with contextlib.suppress(InvalidStateError):  # its caller has left
