@@ -399,6 +399,9 @@ class Engine:
             request, text = opened.chat_request(
                 request_id, prompt, params, priority, template_options
             )
+        elif template_options:
+            names = ", ".join(sorted(template_options))
+            raise TypeError(f"stream() has no option {names} for a prompt that is not a chat.")
         else:
             request, text = opened.intake.request(request_id, prompt, params, priority=priority)
         generation = self._send(request, text, streaming=True)
@@ -514,7 +517,9 @@ class _Opened:
     ) -> None:
         self.session = session
         self.tokenizer = tokenizer
-        eos = {*plan.model.eos_token_ids, tokenizer.eos_token_id} - {None}
+        eos = set(plan.model.eos_token_ids)
+        if tokenizer.eos_token_id is not None:
+            eos.add(tokenizer.eos_token_id)
         self.limits = Limits(
             vocab_size=plan.model.vocab_size,
             eos_token_ids=tuple(sorted(eos)),

@@ -14,9 +14,9 @@ from llmrt.errors import ConfigError
 from llmrt.model_config import ModelConfig, check_tp
 from llmrt.runtime.cores import threads_per_rank
 from llmrt.runtime.environment import choose_start_method
+from llmrt.runtime.interpreter import python_command
 from llmrt.runtime.launchers.base import GroupSpec, Launcher
 from llmrt.runtime.launchers.inprocess import InProcessLauncher
-from llmrt.runtime.interpreter import python_command
 from llmrt.runtime.launchers.mp import FORK_HISTORY, MpLauncher
 from llmrt.runtime.observe import observe
 from llmrt.runtime.start_method import StartMethod

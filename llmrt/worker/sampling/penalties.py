@@ -45,12 +45,12 @@ class TokenCounts:
         return len(self._ids)
 
     @property
-    def ids_N(self) -> torch.Tensor:  # noqa: N802
+    def ids_N(self) -> torch.Tensor:
         """The distinct tokens."""
         return _as_tensor(self._ids, torch.int64)
 
     @property
-    def counts_N(self) -> torch.Tensor:  # noqa: N802
+    def counts_N(self) -> torch.Tensor:
         """How often each of `ids_N` is in the output."""
         return _as_tensor(self._counts, torch.float32)
 
