@@ -65,7 +65,8 @@ def edited_logits(logits: list[float], sequence: SequenceState) -> list[float]:
 
 
 def _apply_min_p(weights: list[float], min_p: float) -> float:
-    margin = min(abs(weight - min_p) for weight in weights) if min_p else math.inf
+    decided = [abs(weight - min_p) for weight in weights if weight < 1]  # the best is exactly 1
+    margin = min(decided, default=math.inf) if min_p else math.inf
     _keep(weights, [i for i, weight in enumerate(weights) if weight >= min_p])
     return margin
 

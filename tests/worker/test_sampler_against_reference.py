@@ -10,9 +10,11 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from llmrt.worker.sampler import Sampler
+from llmrt.worker.sampling.edits import edit_logits
+from llmrt.worker.sampling.plan import SamplingPlan
 from llmrt.worker.sampling.random_numbers import uniform
 from llmrt.worker.sequence import SequenceState
-from tests.support.sampling_reference import expected_token
+from tests.support.sampling_reference import edited_logits, expected_token
 from tests.support.sequences import make_sequence
 
 VOCAB_SIZES = (2, 3, 12, 300, 700)
@@ -22,7 +24,7 @@ SAFE_MARGIN = 1e-5
 
 @st.composite
 def sequences(draw: st.DrawFn, vocab_size: int, seq_id: int) -> SequenceState:
-    """A sequence with some parameters set; what changes logits is dyadic, so that ties stay ties."""
+    """A sequence with some parameters set; what changes logits is dyadic: ties stay ties."""
     token = st.integers(0, vocab_size - 1)
     some_tokens = st.lists(token, max_size=6)
     params = {
@@ -38,7 +40,7 @@ def sequences(draw: st.DrawFn, vocab_size: int, seq_id: int) -> SequenceState:
         "min_tokens": st.integers(0, 4),
         "stop_token_ids": some_tokens,
     }
-    chosen = draw(st.sets(st.sampled_from(sorted(params)), max_size=5))
+    chosen = draw(st.sets(st.sampled_from(sorted(params)), max_size=8))
     return make_sequence(
         draw(st.lists(token, min_size=1, max_size=6)),
         draw(some_tokens),
@@ -75,6 +77,18 @@ def test_every_row_gives_the_token_of_the_reference(
         assert (expected is None) == (row in failed)
         if expected is not None and expected.margin > SAFE_MARGIN:
             assert sampled.token_ids[row] == expected.token_id
+
+
+@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(batches())
+def test_edited_logits_are_exactly_those_of_the_reference(
+    batch: tuple[list[list[float]], list[SequenceState]],
+) -> None:
+    rows, states = batch
+    edited_RV = torch.tensor(rows)
+    edit_logits(edited_RV, [SamplingPlan(state, len(rows[0])) for state in states])
+    for edited, logits, state in zip(edited_RV.tolist(), rows, states, strict=True):
+        assert edited == edited_logits(logits, state)
 
 
 @settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])

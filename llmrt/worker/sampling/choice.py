@@ -72,9 +72,9 @@ def _draw(
         )
     if by_p:
         top_p_R1 = _column(uniform_R1, [params[r].top_p for r in by_p])
-        ids_R[by_p] = _draw_nucleus(_rows(scaled_RV, by_p), top_p_R1, uniform_R1[by_p])
+        ids_R[by_p] = _draw_nucleus(_rows(scaled_RV, by_p).exp_(), top_p_R1, uniform_R1[by_p])
     if free:
-        ids_R[free] = _draw_any(_rows(scaled_RV, free).exp(), uniform_R1[free])
+        ids_R[free] = _draw_any(_rows(scaled_RV, free).exp_(), uniform_R1[free])
     return ids_R.where(best_R1[:, 0].isfinite(), NO_TOKEN)
 
 
@@ -93,16 +93,15 @@ def _draw_top_k(
 
 
 def _draw_nucleus(
-    scaled_RV: torch.Tensor, top_p_R1: torch.Tensor, uniform_R1: torch.Tensor
+    weights_RV: torch.Tensor, top_p_R1: torch.Tensor, uniform_R1: torch.Tensor
 ) -> torch.Tensor:
     """Draw from the smallest set of best tokens that holds top_p of the probability."""
-    weights_RV = scaled_RV.exp()
     needed_R1 = top_p_R1 * _cumulate(_blocks(weights_RV))[:, -1:]
-    ids_R = torch.empty(len(scaled_RV), dtype=torch.int64, device=scaled_RV.device)
-    pending_R = torch.arange(len(scaled_RV), device=scaled_RV.device)
-    for size in (*NUCLEUS_SIZES, scaled_RV.shape[1]):
-        _, ids_RK = top(scaled_RV[pending_R], size)
-        weights_RK = weights_RV[pending_R].gather(1, ids_RK).double()
+    ids_R = torch.empty(len(weights_RV), dtype=torch.int64, device=weights_RV.device)
+    pending_R = torch.arange(len(weights_RV), device=weights_RV.device)
+    for size in (*NUCLEUS_SIZES, weights_RV.shape[1]):
+        weights_RK, ids_RK = top(weights_RV[pending_R], size)
+        weights_RK = weights_RK.double()
         ids_R[pending_R] = _draw_listed(
             weights_RK, ids_RK, needed_R1[pending_R], uniform_R1[pending_R]
         )

@@ -40,9 +40,9 @@ def token_logprobs(
 def prompt_logprobs(logits_TV: torch.Tensor, sequence: SequenceState, start: int) -> PromptLogprobs:
     """Return the log-probabilities of the prompt tokens that these rows predict.
 
-    Row t holds the logits *at* position start + t: they predict token start + t + 1. So the
-    result begins with token start + 1, and rows that predict past the prompt are left out. The first
-    token of a prompt has no log-probability.
+    Row t holds the logits *at* position start + t: they predict token start + t + 1. So the result
+    begins with token start + 1, and rows that predict past the prompt are left out. The first token
+    of a prompt has no log-probability.
     """
     first = start + 1
     token_ids = sequence.token_ids[first : min(first + len(logits_TV), sequence.num_prompt_tokens)]
