@@ -165,7 +165,8 @@ def as_conversations(messages: Any) -> list[Sequence[Message]]:
             'messages is a list like [{"role": "user", "content": "..."}], '
             f"not {type(messages).__name__}."
         )
-    return [messages] if is_conversation(messages) else list(cast("Sequence[Any]", messages))
+    given = cast("Sequence[Any]", messages)
+    return [given] if is_conversation(given) else list(given)
 
 
 def params_per_prompt(
