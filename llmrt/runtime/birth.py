@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import signal
 import socket
 import sys
 import traceback
 import warnings
-from collections.abc import Generator
+from collections.abc import Generator, Mapping
 
 from llmrt.runtime import command_line, descriptors, guard, openmp
 
 
 def spawn_guard(
-    control: socket.socket, stdout_fd: int, stderr_fd: int, python: tuple[str, ...]
+    control: socket.socket,
+    stdout_fd: int,
+    stderr_fd: int,
+    python: tuple[str, ...],
+    env: Mapping[str, str],
 ) -> int:
     """Start a guard in a fresh interpreter; return its pid."""
     call = f"main({guard.CONTROL_FD}, {os.getpid()})"
@@ -29,7 +34,7 @@ def spawn_guard(
     return os.posix_spawn(
         command[0],
         command,
-        os.environ,
+        {**os.environ, **env},
         file_actions=actions,
         setsid=True,  # out of reach of the terminal's signals from the first moment
         setsigmask=[signal.SIGINT],
@@ -41,18 +46,23 @@ def fork_guard(control: socket.socket, stdout_fd: int, stderr_fd: int) -> int:
     """Start a guard as a copy of this process; return its pid."""
     owner_pid = os.getpid()
     old_mask = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+    was_collecting = gc.isenabled()
     try:
+        gc.disable()  # garbage of the user's is finalised here, not in the copy
         with openmp.released_pools(), _unwarned():
             pid = os.fork()
             if pid == 0:
                 _be_guard(control.fileno(), stdout_fd, stderr_fd, owner_pid)
     finally:
+        if was_collecting:
+            gc.enable()
         signal.pthread_sigmask(signal.SIG_SETMASK, old_mask)
     return pid
 
 
 def _be_guard(control_fd: int, stdout_fd: int, stderr_fd: int, owner_pid: int) -> None:
     try:
+        gc.freeze()
         null = os.open(os.devnull, os.O_RDONLY)
         for source, fd in ((null, 0), (stdout_fd, 1), (stderr_fd, 2)):
             if source != fd:

@@ -104,7 +104,7 @@ def run_rank(setup: RankSetup) -> NoReturn:
     except SystemExit as error:
         code = error.code if isinstance(error.code, int) else int(error.code is not None)
     except BaseException:
-        traceback.print_exc()
+        os.write(2, traceback.format_exc().encode(errors="backslashreplace"))
     finally:
         _flush_output()
         os._exit(code & 0xFF)

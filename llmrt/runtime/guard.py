@@ -10,7 +10,6 @@ and takes every descendant with it.
 from __future__ import annotations
 
 import contextlib
-import gc
 import os
 import selectors
 import signal
@@ -64,7 +63,8 @@ def main(control_fd: int, owner_pid: int, is_fork: bool = False) -> NoReturn:
         code = Guard(socket.socket(fileno=control_fd), owner_pid, is_fork).run()
         del kept
     except BaseException:
-        traceback.print_exc()
+        # Not to sys.stderr: in a fork that is the user's own object until it is replaced.
+        os.write(2, traceback.format_exc().encode(errors="backslashreplace"))
     finally:
         os._exit(code)
 
@@ -82,8 +82,6 @@ def _become_guard(owner_pid: int) -> None:
 
 def _take_over(control_fd: int) -> list[object]:
     """Leave alone what a copy of the user's process inherited; return what nobody may collect."""
-    gc.disable()
-    gc.freeze()
     descriptors.replace_inherited({0, 1, 2, control_fd})
     return replace_output_files()
 

@@ -197,10 +197,6 @@ class Supervisor:
                 self._set_interest(view)
         return call
 
-    def forget(self, call: PendingCall) -> None:
-        """Take no more answers to a call."""
-        self._calls.pop(call.id, None)
-
     # ---- events ----
 
     def pump(self, timeout: float | None) -> bool:

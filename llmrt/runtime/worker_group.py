@@ -96,7 +96,10 @@ class WorkerGroup:
             supervisor.wake()
 
     def interrupt(self) -> None:
-        """Make whatever `start` or `wait` is in progress, or comes next, raise Interrupted."""
+        """Make whatever `start` or `wait` is in progress, or comes next, raise Interrupted.
+
+        `close` ends this.
+        """
         self._is_interrupted = True
         self.wake()
 
@@ -314,7 +317,10 @@ class WorkerGroup:
             return CloseReport(workers=(), seconds=0.0)
         if self._report is None:
             total = self._timeouts.close if timeout is None else timeout
-            self._report = self._take_down(total)
+            try:
+                self._report = self._take_down(total)
+            finally:
+                self._is_interrupted = self._is_hurried = False
         return self._report
 
     def _abandon(self) -> None:
@@ -338,6 +344,5 @@ class WorkerGroup:
             if self._finalizer is not None:
                 self._finalizer.detach()
             self._supervisor = self._closer = None
-            self._is_interrupted = self._is_hurried = False
             supervisor.close()
             supervisor.launched.release()

@@ -85,7 +85,7 @@ class GuardHandle:
         self.start_method = method
         self.host = socket.gethostname()
         self._owner_pid = os.getpid()
-        self._python = spec.python
+        self._spec = spec
         self._ranks: dict[int, int] = {}
         self._has_exited = False
         self._pid = 0
@@ -94,7 +94,7 @@ class GuardHandle:
             self._resources = undo.pop_all()
 
     def _open(self, spec: GroupSpec, undo: contextlib.ExitStack) -> None:
-        setup = encode(Call(0, _setup(spec, self._python)))
+        setup = encode(Call(0, _setup(spec)))
         self._selector = selectors.EpollSelector()
         undo.callback(self._selector.close)
         theirs: list[socket.socket] = []
@@ -136,7 +136,7 @@ class GuardHandle:
     def _bear(self, control: socket.socket, stdout_fd: int, stderr_fd: int) -> int:
         if self.start_method.name == "fork":
             return birth.fork_guard(control, stdout_fd, stderr_fd)
-        return birth.spawn_guard(control, stdout_fd, stderr_fd, self._python)
+        return birth.spawn_guard(control, stdout_fd, stderr_fd, self._spec.python, self._spec.env)
 
     def _watch(self) -> None:
         self._selector.register(self._control, selectors.EVENT_READ)
@@ -273,7 +273,7 @@ class GuardHandle:
             self._reap()
 
 
-def _setup(spec: GroupSpec, python: tuple[str, ...]) -> Setup:
+def _setup(spec: GroupSpec) -> Setup:
     return Setup(
         entry=spec.entry,
         configs=tuple(pickle.dumps(config, protocol=5) for config in spec.configs),
@@ -281,7 +281,7 @@ def _setup(spec: GroupSpec, python: tuple[str, ...]) -> Setup:
         env=dict(spec.env),
         shared_memory_bytes=spec.shared_memory_bytes,
         rendezvous=spec.rendezvous,
-        python=python,
+        python=spec.python,
     )
 
 
