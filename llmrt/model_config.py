@@ -9,8 +9,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
+from llmrt.architectures import ARCHITECTURES
+from llmrt.config_fields import ConfigFields, as_count, as_number
 from llmrt.errors import ConfigError
 
+SUPPORTED_ARCHITECTURES = tuple(ARCHITECTURES)
 SUPPORTED_DTYPES = ("float32", "bfloat16", "float16")
 SUPPORTED_ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh", "relu")
 SUPPORTED_ROPE_KINDS = ("default", "linear", "dynamic", "yarn", "llama3")
@@ -88,61 +91,6 @@ def check_tp(model: ModelConfig, tp: int) -> None:
         )
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Architecture:
-    """What transformers takes where a `config.json` is silent, and which of its fields count."""
-
-    max_position_embeddings: int
-    num_kv_heads: int | None = None
-    """None is as many as there are query heads."""
-    head_dim: int | None = None
-    """None is hidden_size / num_heads."""
-    qkv_bias: bool = False
-    has_o_bias: bool = False
-    """Whether `attention_bias` covers the output projection, too."""
-    reads_biases: bool = True
-    qk_norm: bool = False
-    window: int | None = None
-    """Default of `sliding_window`."""
-    has_windows: bool = False
-    use_window: bool = True
-    """Default of `use_sliding_window`."""
-    max_window_layers: int = 0
-    """Default of `max_window_layers`: layers from there on have the window."""
-
-
-_ARCHITECTURES = {
-    "LlamaForCausalLM": _Architecture(max_position_embeddings=2048, has_o_bias=True),
-    "MistralForCausalLM": _Architecture(
-        max_position_embeddings=131072,
-        num_kv_heads=8,
-        reads_biases=False,
-        window=4096,
-        has_windows=True,
-    ),
-    "Qwen2ForCausalLM": _Architecture(
-        max_position_embeddings=32768,
-        num_kv_heads=32,
-        qkv_bias=True,
-        window=4096,
-        has_windows=True,
-        use_window=False,
-        max_window_layers=28,
-    ),
-    "Qwen3ForCausalLM": _Architecture(
-        max_position_embeddings=32768,
-        num_kv_heads=32,
-        head_dim=128,
-        has_o_bias=True,
-        qk_norm=True,
-        window=4096,
-        has_windows=True,
-        use_window=False,
-        max_window_layers=28,
-    ),
-}
-SUPPORTED_ARCHITECTURES = tuple(_ARCHITECTURES)
-
 _ROPE_REQUIRES = {
     "default": (),
     "linear": ("factor",),
@@ -156,40 +104,40 @@ class _Reading:
     """One reading of a `config.json`: each method reads one subject."""
 
     def __init__(self, config: Mapping[str, Any], generation_config: Mapping[str, Any]) -> None:
-        self._config = config
-        self._generation_config = generation_config
+        self._fields = ConfigFields(config)
+        self._sources = (config, generation_config)
         self._name = _supported_architecture(config)
-        self._defaults = _ARCHITECTURES[self._name]
+        self._defaults = ARCHITECTURES[self._name]
 
     def model_config(self) -> ModelConfig:
         self._refuse_what_is_not_built()
-        num_heads = self._count("num_attention_heads")
+        num_heads = self._fields.count("num_attention_heads")
         rope = self._rope()
         return ModelConfig(
             architecture=self._name,
-            vocab_size=self._count("vocab_size"),
-            hidden_size=self._count("hidden_size"),
-            intermediate_size=self._count("intermediate_size"),
-            num_layers=self._count("num_hidden_layers"),
+            vocab_size=self._fields.count("vocab_size"),
+            hidden_size=self._fields.count("hidden_size"),
+            intermediate_size=self._fields.count("intermediate_size"),
+            num_layers=self._fields.count("num_hidden_layers"),
             num_heads=num_heads,
             num_kv_heads=self._num_kv_heads(num_heads),
             head_dim=self._head_dim(num_heads),
-            rms_norm_eps=self._number("rms_norm_eps", 1e-6),
+            rms_norm_eps=self._fields.number("rms_norm_eps", 1e-6),
             max_position_embeddings=self._context_limit(rope),
             rope=rope,
-            tie_word_embeddings=self._flag("tie_word_embeddings", False),
+            tie_word_embeddings=self._fields.flag("tie_word_embeddings", False),
             dtype=self._dtype(),
-            hidden_act=self._choice("hidden_act", "silu", SUPPORTED_ACTIVATIONS),
+            hidden_act=self._fields.choice("hidden_act", "silu", SUPPORTED_ACTIVATIONS),
             qkv_bias=self._qkv_bias(),
-            o_bias=self._defaults.has_o_bias and self._flag("attention_bias", False),
-            mlp_bias=self._name == "LlamaForCausalLM" and self._flag("mlp_bias", False),
+            o_bias=self._defaults.has_o_bias and self._fields.flag("attention_bias", False),
+            mlp_bias=self._name == "LlamaForCausalLM" and self._fields.flag("mlp_bias", False),
             qk_norm=self._defaults.qk_norm,
             windows=self._windows(),
             eos_token_ids=self._eos_token_ids(),
         )
 
     def _refuse_what_is_not_built(self) -> None:
-        quantization = self._config.get("quantization_config")
+        quantization = self._fields.raw("quantization_config")
         if quantization:
             method = dict(quantization).get("quant_method", "unknown")
             raise ConfigError(
@@ -198,7 +146,9 @@ class _Reading:
             )
 
     def _num_kv_heads(self, num_heads: int) -> int:
-        num_kv_heads = self._count("num_key_value_heads", self._defaults.num_kv_heads or num_heads)
+        num_kv_heads = self._fields.count(
+            "num_key_value_heads", self._defaults.num_kv_heads or num_heads
+        )
         if num_heads % num_kv_heads:
             raise ConfigError(
                 f"num_attention_heads={num_heads} in config.json is not a multiple of "
@@ -207,31 +157,35 @@ class _Reading:
         return num_kv_heads
 
     def _head_dim(self, num_heads: int) -> int:
-        hidden_size = self._count("hidden_size")
-        given = self._config.get("head_dim") is not None or self._defaults.head_dim is not None
+        hidden_size = self._fields.count("hidden_size")
+        given = self._fields.raw("head_dim") is not None or self._defaults.head_dim is not None
         if not given and hidden_size % num_heads:
             raise ConfigError(
                 f"config.json has no head_dim, and hidden_size={hidden_size} is not a multiple of "
                 f"num_attention_heads={num_heads}."
             )
-        head_dim = self._count("head_dim", self._defaults.head_dim or hidden_size // num_heads)
+        head_dim = self._fields.count(
+            "head_dim", self._defaults.head_dim or hidden_size // num_heads
+        )
         if head_dim % 2:
             raise ConfigError(f"head_dim={head_dim} in config.json is odd; rotation needs pairs.")
         return head_dim
 
     def _dtype(self) -> str:
         """Return `dtype` (transformers 5) or `torch_dtype` (transformers 4)."""
-        field = "dtype" if self._config.get("dtype") is not None else "torch_dtype"
-        return self._choice(field, "float32", SUPPORTED_DTYPES)
+        field = "dtype" if self._fields.raw("dtype") is not None else "torch_dtype"
+        return self._fields.choice(field, "float32", SUPPORTED_DTYPES)
 
     def _qkv_bias(self) -> bool:
         default = self._defaults.qkv_bias
-        return self._flag("attention_bias", default) if self._defaults.reads_biases else default
+        return (
+            self._fields.flag("attention_bias", default) if self._defaults.reads_biases else default
+        )
 
     def _windows(self) -> tuple[int | None, ...]:
-        num_layers = self._count("num_hidden_layers")
+        num_layers = self._fields.count("num_hidden_layers")
         size = self._window_size()
-        kinds = self._config.get("layer_types")
+        kinds = self._fields.raw("layer_types")
         if size is None or (kinds is None and self._first_window_layer() >= num_layers):
             return (None,) * num_layers
         if kinds is None:
@@ -243,19 +197,19 @@ class _Reading:
         """Return the window where the model has one and its use is switched on."""
         if not self._defaults.has_windows:
             return None
-        if not self._flag("use_sliding_window", self._defaults.use_window):
+        if not self._fields.flag("use_sliding_window", self._defaults.use_window):
             return None
-        size = self._config.get("sliding_window", self._defaults.window)
-        return None if size is None else _count("sliding_window", size)
+        names_size = self._fields.names("sliding_window")
+        size = self._fields.raw("sliding_window") if names_size else self._defaults.window
+        return None if size is None else as_count("sliding_window", size)
 
     def _first_window_layer(self) -> int:
         default = self._defaults.max_window_layers
-        value = self._config.get("max_window_layers", default)
-        return _count("max_window_layers", value, at_least=0)
+        return self._fields.count("max_window_layers", default, at_least=0)
 
     def _layer_types(self, kinds: Any) -> list[str]:
         known = ("full_attention", "sliding_attention")
-        num_layers = self._count("num_hidden_layers")
+        num_layers = self._fields.count("num_hidden_layers")
         if not isinstance(kinds, (list, tuple)) or len(cast("list[object]", kinds)) != num_layers:
             raise ConfigError(
                 f"layer_types in config.json must name each of the {num_layers} layers."
@@ -270,16 +224,16 @@ class _Reading:
 
     def _rope(self) -> RopeConfig:
         """Read `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (4)."""
-        given: Any = self._config.get("rope_parameters") or self._config.get("rope_scaling") or {}
+        given: Any = self._fields.raw("rope_parameters") or self._fields.raw("rope_scaling") or {}
         if not isinstance(given, Mapping):
             raise ConfigError(f"rope_parameters in config.json must be an object, not {given!r}.")
         parameters = dict(cast("Mapping[str, Any]", given))
-        theta = parameters.pop("rope_theta", None) or self._config.get("rope_theta") or 10000.0
+        theta = parameters.pop("rope_theta", None) or self._fields.raw("rope_theta") or 10000.0
         kind = parameters.pop("rope_type", None) or parameters.pop("type", None) or "default"
         parameters.pop("type", None)
         self._check_rope(kind, parameters)
         return RopeConfig(
-            theta=_number("rope_theta", theta),
+            theta=as_number("rope_theta", theta),
             kind=kind,
             parameters=None if kind == "default" else self._completed_rope(kind, parameters),
         )
@@ -290,7 +244,7 @@ class _Reading:
                 f"rope_type={kind!r} in config.json is not supported; llmrt has "
                 f"{', '.join(SUPPORTED_ROPE_KINDS)}."
             )
-        partial = parameters.get("partial_rotary_factor", self._config.get("partial_rotary_factor"))
+        partial = parameters.get("partial_rotary_factor", self._fields.raw("partial_rotary_factor"))
         if partial not in (None, 1, 1.0):
             raise ConfigError(f"partial_rotary_factor={partial} in config.json is not supported.")
         for name in _ROPE_REQUIRES[str(kind)]:
@@ -303,21 +257,21 @@ class _Reading:
     def _completed_rope(self, kind: str, parameters: dict[str, Any]) -> dict[str, Any]:
         """Add the length before scaling, and yarn's factor where only the lengths say it."""
         limit = self._stated_limit()
-        outer = self._config.get("original_max_position_embeddings")
+        outer = self._fields.raw("original_max_position_embeddings")
         original = outer or parameters.get("original_max_position_embeddings") or limit
         if kind == "dynamic":
             original = limit
-        parameters["original_max_position_embeddings"] = _count(
+        parameters["original_max_position_embeddings"] = as_count(
             "original_max_position_embeddings", original
         )
         if parameters.get("factor") is None:
             parameters["factor"] = limit / original
-        parameters["factor"] = _number("factor", parameters["factor"])
+        parameters["factor"] = as_number("factor", parameters["factor"])
         return parameters
 
     def _stated_limit(self) -> int:
         default = self._defaults.max_position_embeddings
-        return self._count("max_position_embeddings", default)
+        return self._fields.count("max_position_embeddings", default)
 
     def _context_limit(self, rope: RopeConfig) -> int:
         """Return the longest sequence.
@@ -336,61 +290,21 @@ class _Reading:
     def _eos_token_ids(self) -> tuple[int, ...]:
         """Return what both files name, each id once, config.json's first."""
         ids: dict[int, None] = {}
-        for source in (self._config, self._generation_config):
+        for source in self._sources:
             value: Any = source.get("eos_token_id")
             named = cast("list[object]", value if isinstance(value, (list, tuple)) else [value])
             for token_id in named:
                 if token_id is not None:
-                    ids[_count("eos_token_id", token_id, at_least=0)] = None
+                    ids[as_count("eos_token_id", token_id, at_least=0)] = None
         return tuple(ids)
-
-    def _count(self, field: str, default: int | None = None) -> int:
-        value = self._config.get(field)
-        if value is None and default is None:
-            raise ConfigError(f"config.json has no {field!r}, which {self._name} needs.")
-        return _count(field, default if value is None else value)
-
-    def _number(self, field: str, default: float) -> float:
-        value = self._config.get(field)
-        return _number(field, default if value is None else value)
-
-    def _flag(self, field: str, default: bool) -> bool:
-        value = self._config.get(field)
-        if value is not None and not isinstance(value, bool):
-            raise ConfigError(f"{field}={value!r} in config.json must be true or false.")
-        return default if value is None else value
-
-    def _choice(self, field: str, default: str, choices: tuple[str, ...]) -> str:
-        value = self._config.get(field)
-        value = default if value is None else value
-        if value not in choices:
-            raise ConfigError(
-                f"{field}={value!r} in config.json is not supported; llmrt has "
-                f"{', '.join(choices)}."
-            )
-        return value
 
 
 def _supported_architecture(config: Mapping[str, Any]) -> str:
     named = config.get("architectures") or ()
     for name in named:
-        if name in _ARCHITECTURES:
+        if name in ARCHITECTURES:
             return name
     found = ", ".join(str(n) for n in named) or "none (config.json has no 'architectures')"
     raise ConfigError(
         f"Architecture not supported: {found}. llmrt runs {', '.join(SUPPORTED_ARCHITECTURES)}."
     )
-
-
-def _count(field: str, value: object, *, at_least: int = 1) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < at_least:
-        raise ConfigError(
-            f"{field}={value!r} in config.json must be a whole number of at least {at_least}."
-        )
-    return value
-
-
-def _number(field: str, value: object) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
-        raise ConfigError(f"{field}={value!r} in config.json must be a number above 0.")
-    return float(value)

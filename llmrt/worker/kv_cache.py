@@ -66,4 +66,5 @@ def _zeros(shape: tuple[int, ...], placement: Placement) -> Tensor:
     if placement.device.type != "cpu":
         return torch.zeros(shape, dtype=placement.dtype, device=placement.device)
     num_bytes = math.prod(shape) * placement.dtype.itemsize
-    return torch.frombuffer(mmap.mmap(-1, num_bytes), dtype=placement.dtype).view(shape)
+    pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return torch.frombuffer(pages, dtype=placement.dtype).view(shape)

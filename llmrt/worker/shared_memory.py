@@ -27,6 +27,7 @@ import mmap
 import os
 import time
 from collections.abc import Callable
+from contextlib import suppress
 
 import torch
 from torch import Tensor
@@ -107,7 +108,9 @@ class SharedMemoryGroup:
             return
         self._slots.clear()
         self._flags.release()
-        self._map.close()
+        # The traceback of a failed step may still hold a view: then the memory goes with it.
+        with suppress(BufferError):
+            self._map.close()
         self._map = None
 
     def _all_reduce_piece(self, piece: Tensor) -> None:

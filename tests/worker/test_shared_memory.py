@@ -186,6 +186,15 @@ def test_a_group_that_was_left_keeps_its_mapping() -> None:
         assert "llmrt-test" not in Path("/proc/self/maps").read_text()
 
 
+def test_a_failed_collective_keeps_the_group_from_being_left() -> None:
+    with memory_file(2) as fd:
+        group = SharedMemoryGroup(fd, rank=0, size=2, is_aborted=lambda: True, timeout=1.0)
+        with pytest.raises(WorkerDiedError) as raised:
+            group.all_reduce_(torch.ones(3))
+        group.destroy()
+        assert raised.value.__traceback__ is not None
+
+
 @pytest.mark.slow
 def test_processes_get_other_sums_and_outlive_a_killed_rank() -> None:
     """Three processes on the cores there are; the last one is killed in the middle."""
