@@ -7,7 +7,9 @@ from hypothesis import strategies as st
 from llmrt.stop_strings import StopStrings
 
 
-def run(pieces: list[str], stops: list[str], *, include: bool = False) -> tuple[list[str], str | None]:
+def run(
+    pieces: list[str], stops: list[str], *, include: bool = False
+) -> tuple[list[str], str | None]:
     """Feed the pieces until a stop; return what came out of each, and the stop."""
     checker = StopStrings(stops, include_in_text=include)
     out: list[str] = []
@@ -33,7 +35,9 @@ def run(pieces: list[str], stops: list[str], *, include: bool = False) -> tuple[
         (["😀 stop"], [" stop"], "😀"),
     ],
 )
-def test_text_ends_before_the_first_stop(pieces: list[str], stops: list[str], expected: str) -> None:
+def test_text_ends_before_the_first_stop(
+    pieces: list[str], stops: list[str], expected: str
+) -> None:
     out, stop = run(pieces, stops)
     assert "".join(out) == expected
     assert stop in stops

@@ -150,7 +150,9 @@ def test_encoding_starts_no_threads_and_a_fork_may_follow(tmp_path: Path) -> Non
 def test_no_template_says_how_to_pass_one() -> None:
     tokenizer = tokenizer_of(byte_level_backend())
     assert not tokenizer.has_chat_template
-    with pytest.raises(RequestError, match=r"no chat template.*chat_template=.*chat_template\.jinja"):
+    with pytest.raises(
+        RequestError, match=r"no chat template.*chat_template=.*chat_template\.jinja"
+    ):
         tokenizer.apply_chat_template(HELLO)
     assert tokenizer.encode("still works")
     assert tokenizer.apply_chat_template(HELLO, chat_template="[{{ messages[0].content }}]") == (

@@ -90,7 +90,7 @@ def test_a_path_object_is_never_a_hub_id(no_network: Path) -> None:
 
 
 def test_a_misspelt_path_gets_the_nearest(model: Path) -> None:
-    with pytest.raises(ConfigError, match="Did you mean .*my model"):
+    with pytest.raises(ConfigError, match=r"Did you mean .*my model"):
         find(str(model.parent / "my-model"))
 
 
@@ -144,7 +144,9 @@ def test_an_empty_name_is_refused() -> None:
 
 
 def fake_hub(packages: Path, body: str) -> None:
-    (packages / "huggingface_hub.py").write_text(f"def snapshot_download(model, **options):\n{body}")
+    (packages / "huggingface_hub.py").write_text(
+        f"def snapshot_download(model, **options):\n{body}"
+    )
 
 
 def test_a_hub_id_is_fetched_with_the_files_that_are_needed(model: Path, packages: Path) -> None:

@@ -40,7 +40,9 @@ def write_gguf_model(
     for key, value in entries.items():
         if key not in without:
             _add(writer, key, value)
-    for name, tensor in (_weights(len(entries["tokenizer.ggml.tokens"])) | dict(tensors or {})).items():
+    for name, tensor in (
+        _weights(len(entries["tokenizer.ggml.tokens"])) | dict(tensors or {})
+    ).items():
         if name not in without:
             writer.add_tensor(name, tensor)
     writer.write_header_to_file()
@@ -79,9 +81,7 @@ def _vocabulary(kind: str) -> dict[str, Any]:
     }
     if kind == "gpt2":
         entries["tokenizer.ggml.pre"] = "gpt-2"
-        entries["tokenizer.ggml.merges"] = [
-            " ".join(pair) for pair in _merges(backend)
-        ]
+        entries["tokenizer.ggml.merges"] = [" ".join(pair) for pair in _merges(backend)]
     else:
         # A longer piece is a better one, as in a trained vocabulary.
         entries["tokenizer.ggml.scores"] = [float(len(token)) for token in tokens]
