@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -40,11 +39,12 @@ def main(arguments: Sequence[str] | None = None, *, engine: OpenEngine | None = 
     options = _parser().parse_args(arguments)
     _allow_any_text_on(sys.stdout)
     try:
-        return options.command(options, engine)
+        code: int = options.command(options, engine)
+        print(end="", flush=True)  # here, where a reader that has gone can still be told
+        return code
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
     except BrokenPipeError:
-        _forget_stdout()
         return EXIT_BROKEN_PIPE
     except LlmrtError as error:
         print(f"llmrt: error: {_first_line(error)}", file=sys.stderr)
@@ -145,11 +145,6 @@ def _allow_any_text_on(stream: Any) -> None:
     # A terminal in the C locale cannot show every character; an answer should not end for that.
     if hasattr(stream, "reconfigure"):
         stream.reconfigure(errors="replace")
-
-
-def _forget_stdout() -> None:
-    # The interpreter flushes stdout once more when it exits, and would complain.
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _first_line(error: LlmrtError) -> str:

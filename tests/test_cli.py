@@ -239,6 +239,14 @@ def test_a_reader_that_goes_away_ends_it_quietly() -> None:
     assert (done.returncode, done.stderr) == (141, b"")
 
 
+def test_a_report_that_nobody_reads_ends_quietly() -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    done = program("doctor", stdout=writing)
+    os.close(writing)
+    assert (done.returncode, done.stderr) == (141, b"")
+
+
 def test_a_terminal_that_cannot_show_a_character_gets_another() -> None:
     ascii_only = {**os.environ, "PYTHONIOENCODING": "ascii"}
     done = program("run", "Hi", stdout=subprocess.PIPE, env=ascii_only)
