@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 import pickle
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING
 from functools import partial
@@ -15,6 +16,10 @@ from typing import Any, cast
 
 from llmrt.errors import RequestError
 from llmrt.unpicklable import describe, find_fault
+
+_CLASSES_ARE_COMPLETE = threading.RLock()
+"""Held while replies are rebuilt: cloudpickle has one table of classes for the whole process, in
+which a class that another thread has half rebuilt would look like one that was here before."""
 
 
 def dumps(obj: object, what: str) -> bytes:
@@ -41,7 +46,7 @@ def dumps_call(
     """Return `(function, args, kwargs)` as bytes.
 
     Raises:
-        RequestError: a part cannot be pickled; the message names it and what inside it is the cause.
+        RequestError: a part cannot be pickled; the message names it and its cause.
     """
     kwargs = dict(kwargs or {})
     try:
@@ -76,7 +81,8 @@ def loads_reply(data: bytes, what: str = "the result") -> Any:
     Raises:
         RequestError: this process cannot rebuild it, for want of a module for example.
     """
-    return _unpickled(_ReplyUnpickler(io.BytesIO(data)), what)
+    with _CLASSES_ARE_COMPLETE:
+        return _unpickled(_ReplyUnpickler(io.BytesIO(data)), what)
 
 
 class _ReplyUnpickler(pickle.Unpickler):
@@ -106,11 +112,8 @@ class _ReplyUnpickler(pickle.Unpickler):
         return made
 
     def _fill_class(self, set_state: Callable[..., object], made: Any, state: Any) -> object:
-        attributes: dict[str, object] = state[0]
-        # A class that another thread is filling right now is known, but not complete.
-        if any(made is own for own in self._own_classes) and attributes.keys() <= vars(made).keys():
-            return made
-        return set_state(made, state)
+        is_own = any(made is own for own in self._own_classes)
+        return made if is_own else set_state(made, state)
 
 
 def _unpickled(unpickler: pickle.Unpickler, what: str) -> Any:
@@ -127,13 +130,30 @@ def _unpickled(unpickler: pickle.Unpickler, what: str) -> Any:
 
 
 def _pickle_into(file: Any, obj: object) -> None:
-    class Pickler(_cloudpickle().Pickler):
-        """Keeps the one object whose identity dataclasses rely on in a class sent by value."""
+    pickler: Any = _cloudpickle().Pickler
+
+    class Pickler(pickler):
+        """Keeps what cloudpickle loses of a class that is sent by value."""
 
         def reducer_override(self, obj: Any) -> Any:
-            return "MISSING" if obj is MISSING else super().reducer_override(obj)
+            if obj is MISSING:  # dataclasses ask for its identity
+                return "MISSING"
+            return _with_slots(obj, pickler.reducer_override(self, obj))
 
     Pickler(file, protocol=5).dump(obj)
+
+
+def _with_slots(obj: object, reduced: Any) -> Any:
+    """Have a class made with its slots: cloudpickle names them on the finished class, too late."""
+    slots = vars(obj).get("__slots__") if isinstance(obj, type) else None
+    if not slots or not isinstance(reduced, tuple):
+        return reduced
+    make, arguments, *rest = cast("tuple[Any, ...]", reduced)
+    if make.__name__ != "_make_skeleton_class":
+        return cast(Any, reduced)
+    *before, type_kwargs, class_id, extra = arguments
+    type_kwargs = type_kwargs | {"__slots__": slots}
+    return (make, (*before, type_kwargs, class_id, extra), *rest)
 
 
 def _cloudpickle() -> Any:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from typing_extensions import Self
 
-from llmrt.by_value import dumps, loads
+from llmrt.by_value import dumps_call, loads_reply
 from llmrt.checkpoint.resolve import resolve
 from llmrt.config import DEFAULT_BLOCK_SIZE, DTypeName, EngineConfig, Timeouts
 from llmrt.display.progress import Progress
@@ -333,7 +333,7 @@ class Engine:
     @property
     def workers(self) -> tuple[WorkerInfo, ...]:
         """The worker processes, by rank; empty before the engine is opened."""
-        return () if self._session is None else self._session.group.workers
+        return () if self._session is None else self._session.workers
 
     @property
     def start_method(self) -> StartMethod:
@@ -349,7 +349,7 @@ class Engine:
         """Return a snapshot of what the engine is doing."""
         session = self._require_open().session
         assert session.scheduler is not None
-        return session.scheduler.stats(session.num_steps)
+        return session.scheduler.stats()
 
     # ---- what AsyncEngine shares: the same verbs, before the waiting ----
 
@@ -399,6 +399,9 @@ class Engine:
             request, text = opened.chat_request(
                 request_id, prompt, params, priority, template_options
             )
+        elif template_options:
+            names = ", ".join(sorted(template_options))
+            raise TypeError(f"stream() has no option {names} for a prompt that is not a chat.")
         else:
             request, text = opened.intake.request(request_id, prompt, params, priority=priority)
         generation = self._send(request, text, streaming=True)
@@ -415,7 +418,7 @@ class Engine:
     ) -> RemoteCall:
         """Queue a function to run on every worker."""
         session = self._require_open().session
-        payload = dumps((fn, tuple(args), dict(kwargs or {})), getattr(fn, "__name__", "fn"))
+        payload = dumps_call(fn, args, kwargs)
         return session.call(CallFunction(payload=payload, on_model=on_model))
 
     def abandon_call(self, call: RemoteCall) -> None:
@@ -433,7 +436,7 @@ class Engine:
             plan = make_launch_plan(options, checkpoint)
             if self._open_cancelled:
                 raise EngineStartError("the opening was cancelled; nothing was started.")
-            session = Session(plan, on_phase=progress.phase, on_output=forward_output)
+            session = Session(plan, on_phase=progress.show, on_output=forward_output)
             self._session = session
             session.start()
             try:
@@ -514,7 +517,9 @@ class _Opened:
     ) -> None:
         self.session = session
         self.tokenizer = tokenizer
-        eos = {*plan.model.eos_token_ids, *tokenizer.eos_token_ids}
+        eos = set(plan.model.eos_token_ids)
+        if tokenizer.eos_token_id is not None:
+            eos.add(tokenizer.eos_token_id)
         self.limits = Limits(
             vocab_size=plan.model.vocab_size,
             eos_token_ids=tuple(sorted(eos)),
@@ -561,4 +566,4 @@ def results_of_call(replies: Sequence[FunctionReturned | FunctionRaised]) -> lis
     if failures:
         listed = "\n".join(f"{f}\n{f.traceback}" for f in failures)
         raise RemoteCallError(f"the function raised on {listed}", failures=failures)
-    return [loads(r.payload) for r in replies if isinstance(r, FunctionReturned)]
+    return [loads_reply(r.payload) for r in replies if isinstance(r, FunctionReturned)]

@@ -17,6 +17,7 @@ Every class takes its message first, everything else by keyword with a default: 
 
 from __future__ import annotations
 
+import traceback
 from dataclasses import dataclass
 
 
@@ -30,6 +31,19 @@ class RankFailure:
     message: str
     traceback: str
     """The formatted remote traceback."""
+
+    @classmethod
+    def of(cls, rank: int, error: BaseException) -> RankFailure:
+        """Return an exception as text, whatever its class does in `__str__`."""
+        module, name = type(error).__module__, type(error).__qualname__
+        try:
+            message = str(error)
+            trace = "".join(traceback.format_exception(type(error), error, error.__traceback__))
+        except Exception:
+            message = "<its message cannot be printed>"
+            trace = f"{name}: {message}\n"
+        type_name = name if module == "builtins" else f"{module}.{name}"
+        return cls(rank=rank, type_name=type_name, message=message, traceback=trace)
 
     def __str__(self) -> str:
         return f"rank {self.rank}: {self.type_name}: {self.message}"

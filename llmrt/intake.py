@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias, cast
 
+from typing_extensions import TypeIs
+
 from llmrt.by_value import dumps
 from llmrt.errors import RequestError
 from llmrt.sampling import SamplingParams
@@ -144,11 +146,12 @@ def as_prompts(prompts: object) -> list[Prompt]:
     return list(items)
 
 
-def is_conversation(prompt: object) -> bool:
+def is_conversation(prompt: object) -> TypeIs[Sequence[Message]]:
     """Return whether this is a list of messages, not a prompt."""
     if not isinstance(prompt, Sequence) or isinstance(prompt, str) or not prompt:
         return False
-    return isinstance(prompt[0], Mapping) and "role" in prompt[0]
+    first = cast("Sequence[object]", prompt)[0]
+    return isinstance(first, Mapping) and "role" in first
 
 
 def as_conversations(messages: Any) -> list[Sequence[Message]]:
@@ -162,7 +165,7 @@ def as_conversations(messages: Any) -> list[Sequence[Message]]:
             'messages is a list like [{"role": "user", "content": "..."}], '
             f"not {type(messages).__name__}."
         )
-    return [messages] if is_conversation(messages) else list(messages)
+    return [messages] if is_conversation(messages) else list(cast("Sequence[Any]", messages))
 
 
 def params_per_prompt(

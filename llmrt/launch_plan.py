@@ -14,9 +14,10 @@ from llmrt.errors import ConfigError
 from llmrt.model_config import ModelConfig, check_tp
 from llmrt.runtime.cores import threads_per_rank
 from llmrt.runtime.environment import choose_start_method
+from llmrt.runtime.interpreter import python_command
 from llmrt.runtime.launchers.base import GroupSpec, Launcher
-from llmrt.runtime.launchers.inprocess import InprocessLauncher
-from llmrt.runtime.launchers.mp import MpLauncher
+from llmrt.runtime.launchers.inprocess import InProcessLauncher
+from llmrt.runtime.launchers.mp import FORK_HISTORY, MpLauncher
 from llmrt.runtime.observe import observe
 from llmrt.runtime.start_method import StartMethod
 from llmrt.scheduler.limits import SchedulerConfig
@@ -87,6 +88,7 @@ def make_launch_plan(options: EngineConfig, checkpoint: Checkpoint) -> LaunchPla
         start_method=_start_method(options),
         shared_memory_bytes=shared_memory_bytes(options.tp) if options.tp > 1 else 0,
         rendezvous=options.tp > 1,
+        python=python_command(),
     )
     return LaunchPlan(
         backend=backend, spec=spec, model=model, options=options, max_model_len=max_model_len
@@ -107,7 +109,7 @@ def choose_backend(backend: Any, tp: int) -> Backend:
     if backend == "inprocess":
         if tp != 1:
             raise ConfigError(f'backend="inprocess" runs one rank: tp must be 1, not {tp}.')
-        return Backend(name="inprocess", reason=given, launcher=InprocessLauncher())
+        return Backend(name="inprocess", reason=given, launcher=InProcessLauncher())
     if not sys.platform.startswith("linux"):
         raise ConfigError(
             f'backend="mp" runs on Linux only, this is {sys.platform}; use backend="inprocess".'
@@ -120,8 +122,9 @@ def _start_method(options: EngineConfig) -> StartMethod:
     return choose_start_method(
         observe(),
         options.start_method,
-        worker_env=options.env or {},
+        worker_env=options.env,
         thread_option_given=options.num_threads is not None,
+        fork_failed_reason=FORK_HISTORY.why_not(),
     )
 
 

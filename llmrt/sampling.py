@@ -134,7 +134,7 @@ class SamplingParams:
 
     def _check_stops(self) -> None:
         for text in self.stop_strings:
-            if not isinstance(text, str) or not text:
+            if type(text) is not str or not text:
                 raise RequestError(
                     f"stop={self.stop!r} holds {text!r}; a stop must be a string that is not empty."
                 )

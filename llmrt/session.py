@@ -22,7 +22,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, InvalidStateError
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import cast
 
@@ -47,8 +47,9 @@ from llmrt.messages import (
     Load,
     LoadReport,
 )
-from llmrt.outputs import CloseReport, TimelineEntry
-from llmrt.runtime.worker_group import PendingCall, WorkerGroup, WorkerOutput
+from llmrt.outputs import CloseReport, TimelineEntry, WorkerInfo
+from llmrt.runtime.supervisor import PendingCall, WorkerOutput
+from llmrt.runtime.worker_group import WorkerGroup
 from llmrt.scheduler.loop import StepLoop
 from llmrt.scheduler.scheduler import Scheduler
 from llmrt.scheduler.updates import (
@@ -105,7 +106,6 @@ class Session:
         self.error: LlmrtError | None = None
         """Why calls fail once the session has ended."""
         self.scheduler: Scheduler | None = None
-        self.num_steps = 0
         self._plan = plan
         self._timeouts = plan.timeouts
         self._on_phase = on_phase
@@ -117,6 +117,7 @@ class Session:
         self._generations: dict[str, Generation] = {}
         self._calls: deque[RemoteCall] = deque()
         self._active: tuple[RemoteCall, PendingCall] | None = None
+        self._devices: tuple[str, ...] = ()
         self._ended = threading.Event()
         self.group = WorkerGroup(
             plan.spec,
@@ -178,12 +179,19 @@ class Session:
                 self._ended.wait()
             except KeyboardInterrupt:
                 interrupted = True
-                self._set_deadline(time.monotonic())
-                self.group.interrupt()
+                self.group.hurry()
         self._thread.join()
         if interrupted:
             raise KeyboardInterrupt
         return self.report
+
+    @property
+    def workers(self) -> tuple[WorkerInfo, ...]:
+        """The worker processes as they are now, by rank."""
+        workers, devices = self.group.workers, self._devices
+        if len(devices) != len(workers):
+            return workers
+        return tuple(replace(w, device=d) for w, d in zip(workers, devices, strict=True))
 
     @property
     def is_own_thread(self) -> bool:
@@ -217,6 +225,7 @@ class Session:
         self.group.start()
         replies = self._command(Load())
         reports = cast("list[LoadReport]", replies)
+        self._devices = tuple(report.device for report in reports)
         num_blocks = min(report.num_blocks for report in reports)
         self._command(AllocateCache(num_blocks=num_blocks))
         self.scheduler = Scheduler(self._plan.scheduler_config(num_blocks))
@@ -239,7 +248,6 @@ class Session:
                 self._begin_call()
             elif not loop.run_once():
                 self.group.poll(None)
-            self.num_steps = loop.num_steps
             if self.group.failure is not None:
                 raise self.group.failure
 
@@ -252,8 +260,8 @@ class Session:
                 self._admit(scheduler, message)
         while self._aborts:
             request_id = self._aborts.popleft()
-            if self._generations.pop(request_id, None) is not None:
-                scheduler.abort(request_id)
+            self._generations.pop(request_id, None)
+            scheduler.abort(request_id)
 
     def _admit(self, scheduler: Scheduler, generation: Generation) -> None:
         if generation.future.cancelled():
@@ -299,9 +307,9 @@ class Session:
     def _follow_call(self) -> None:
         assert self._active is not None
         remote_call, pending = self._active
-        if not pending.done:
+        if pending.missing:
             self.group.poll(self._patience(remote_call))
-        if pending.done:
+        if not pending.missing:
             self._active = None
             replies = self.group.wait(pending, self._timeouts.step)
             with contextlib.suppress(InvalidStateError):  # its caller has left

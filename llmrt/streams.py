@@ -167,7 +167,11 @@ class AsyncStream(AsyncIterator[Increment]):
                 raise StopAsyncIteration from None
             if increment is not None:
                 return increment
-            await self._news.wait()
+            try:
+                await self._news.wait()
+            except asyncio.CancelledError:
+                self._reading.abort()  # as an async generator would end
+                raise
 
     async def aclose(self) -> None:
         """Abort the request if it still runs; iteration ends after what is pending."""

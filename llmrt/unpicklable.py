@@ -5,7 +5,7 @@ from __future__ import annotations
 import dis
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from types import CodeType, FunctionType, MethodType
+from types import BuiltinFunctionType, CodeType, FunctionType, MethodType
 from typing import Any, cast
 
 _MAX_DEPTH = 8
@@ -36,7 +36,7 @@ def find_fault(obj: object, can_pickle: Callable[[object], bool]) -> str:
 
 def describe(obj: object) -> str:
     """Return what an object is in a few words, never by its own `repr`."""
-    if isinstance(obj, (FunctionType, MethodType)):
+    if isinstance(obj, (FunctionType, MethodType, BuiltinFunctionType)):
         return f"the function {obj.__qualname__!r}"
     if isinstance(obj, type):
         return f"the class {obj.__qualname__!r}"

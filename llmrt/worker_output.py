@@ -6,17 +6,21 @@ import contextlib
 import logging
 import sys
 
-from llmrt.runtime.worker_group import WorkerOutput
+from llmrt.runtime.supervisor import WorkerOutput
 
 
 def forward_output(output: WorkerOutput) -> None:
     """Log what a worker printed; where nobody configured logging, show it on stderr."""
     logger = logging.getLogger("llmrt.worker")
-    for line in output.lines:
-        if logger.hasHandlers():
-            logger.info("rank %d: %s", output.rank, line, extra={"rank": output.rank})
-        else:
-            _show(f"[llmrt rank {output.rank}] {line}\n")
+    who = "guard" if output.rank is None else f"rank {output.rank}"
+    lines = output.text.splitlines()
+    if output.num_dropped_lines:
+        lines.insert(0, f"({output.num_dropped_lines} lines were dropped: they came too fast)")
+    if logger.hasHandlers():
+        for line in lines:
+            logger.info("%s: %s", who, line, extra={"rank": output.rank})
+    else:
+        _show("".join(f"[llmrt {who}] {line}\n" for line in lines))
 
 
 def _show(text: str) -> None:

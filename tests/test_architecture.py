@@ -13,8 +13,8 @@ ROOT = Path(__file__).parents[1] / "llmrt"
 BASE = ("errors", "sampling", "outputs", "model_config", "config", "messages")
 """In order: each may import those before it."""
 PILLARS = ("scheduler", "runtime", "worker")
-BASE_EXTRAS = ("version", "by_value", "shared_memory_layout")
-"""Base files that import nothing of llmrt but `errors`."""
+BASE_EXTRAS = ("version", "unpicklable", "by_value", "shared_memory_layout")
+"""Base files of their own: they import `errors` and each other."""
 OPTIONAL_OR_HEAVY = {
     "tokenizers", "jinja2", "huggingface_hub", "tqdm", "gguf", "cloudpickle", "ray", "IPython",
     "numpy", "torch", "readline",
@@ -42,7 +42,9 @@ def _walk(node: ast.AST, *, inside: bool) -> Iterator[tuple[str, bool]]:
             yield from ((alias.name, inside) for alias in child.names)
         elif isinstance(child, ast.ImportFrom):
             assert child.level == 0, "imports are absolute"
-            yield child.module or "", inside
+            names = [f"llmrt.{alias.name}" for alias in child.names]
+            for module in names if child.module == "llmrt" else [child.module or ""]:
+                yield module, inside
         is_function = isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda))
         yield from _walk(child, inside=inside or is_function)
 

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch  # noqa: F401 - the in-process backend imports it, and its threads stay
 
 from llmrt import (
     Engine,

@@ -7,6 +7,8 @@ from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from typing import Any, Literal, TextIO
 
+from llmrt.outputs import TimelineEntry
+
 
 class Progress:
     """Shows downloads as a bar and loading as one line that changes; both go when it is closed.
@@ -40,6 +42,11 @@ class Progress:
             self._line = _bar_class()(bar_format="{desc}", leave=False, file=self._stream)
         percent = f" {100 * done // total} %" if total else ""
         self._line.set_description_str(f"llmrt: {text}{percent}")
+
+    def show(self, entry: TimelineEntry) -> None:
+        """Show what a starting engine is doing as the one line."""
+        where = "" if entry.rank is None else f"rank {entry.rank}: "
+        self.phase(f"{where}{entry.phase} {entry.detail}".rstrip())
 
     @contextmanager
     def download(self, what: str, total_bytes: int) -> Generator[Callable[[int], None]]:

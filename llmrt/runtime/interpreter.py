@@ -102,7 +102,7 @@ def _beside(interpreter: Any) -> Iterator[str]:
 def _is_this_python(path: str, interpreter: Any) -> bool:
     """Return whether the file is a Python of this version, as far as its names tell.
 
-    The path may be a link (`bin/python` of a virtual environment): what it points at has the version.
+    The path may be a link, as in a virtual environment: what it points at has the version.
     """
     if not (os.path.isabs(path) and os.path.isfile(path) and os.access(path, os.X_OK)):
         return False

@@ -135,7 +135,9 @@ def _asked_to_fork(row: StartMethodRow, question: Question, asked: str) -> Start
 
 
 def _spawn_instead(row: StartMethodRow, why: str) -> StartMethodRow:
-    return replace(row, start_method=_spawn(f"{why}."), warning=f"{why}: it is spawned instead.")
+    return replace(
+        row, start_method=_spawn(f"{why}."), warning=f"{why}: a fresh process is started instead."
+    )
 
 
 def _row_platform(question: Question) -> StartMethodRow:

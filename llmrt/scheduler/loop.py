@@ -47,14 +47,12 @@ class StepLoop(Generic[Handle]):
         self._deliver = deliver
         self._depth = depth
         self._in_flight: deque[Handle] = deque()
-        self.num_steps = 0
 
     def run_once(self) -> bool:
         """Start the next step and finish the oldest that is due; return whether there was one."""
         batch = self._scheduler.schedule() if len(self._in_flight) < self._depth else None
         if batch is not None:
             self._in_flight.append(self._steps.start(batch))
-            self.num_steps += 1
         if self._in_flight and (batch is None or len(self._in_flight) == self._depth):
             self._finish_oldest()
             return True

@@ -23,7 +23,7 @@ class PromptRows:
     sequence: SequenceState
     rows: range
     start: int
-    """The prompt token that the first row's logits predict."""
+    """Position of the first row's token; its logits score the token after it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -133,5 +133,5 @@ def _prompt_rows(spans: Sequence[Span], states: Sequence[SequenceState]) -> tupl
         num_rows = min(span.end, state.num_prompt_tokens - 1) - span.start
         if state.spec.params.prompt_logprobs is not None and num_rows > 0:
             rows = range(span.row, span.row + num_rows)
-            found.append(PromptRows(sequence=state, rows=rows, start=span.start + 1))
+            found.append(PromptRows(sequence=state, rows=rows, start=span.start))
     return tuple(found)

@@ -6,7 +6,7 @@ can run before the driver has seen this one's result.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
@@ -19,8 +19,10 @@ from llmrt.messages import (
     NewSequence,
     PromptLogprobs,
     SampledToken,
+    ScheduledSequence,
     SequenceFailure,
 )
+from llmrt.sampling import SamplingParams
 from llmrt.worker.device import Placement
 from llmrt.worker.inputs import InputBuilder, PromptRows, StepInputs
 from llmrt.worker.kv_cache import KVCache
@@ -59,9 +61,15 @@ class TokenSampler(Protocol):
         """Return the next token of each sequence from its row of float32 logits."""
         ...
 
+    def prompt_logprobs(
+        self, logits_TV: Tensor, sequence: SequenceState, start: int
+    ) -> PromptLogprobs:
+        """Score the prompt tokens [start + 1, start + 1 + T) by the logits of the ones before."""
+        ...
 
-ScorePrompt = Callable[[Tensor, SequenceState, int], PromptLogprobs]
-"""`f(logits_TV, sequence, start)`: log-probabilities of the prompt tokens from *start* on."""
+    def forget(self, seq_id: int) -> None:
+        """Let go of what was kept for a sequence, if anything."""
+        ...
 
 
 class ModelRunner:
@@ -74,21 +82,22 @@ class ModelRunner:
         group: TPGroup,
         placement: Placement,
         sampler: TokenSampler,
-        score_prompt: ScorePrompt,
     ) -> None:
         self.model = model
         self._config = config
         self._group = group
         self._placement = placement
         self._sampler = sampler
-        self._score_prompt = score_prompt
         self._sequences: dict[int, SequenceState] = {}
         self._inputs: InputBuilder | None = None
 
     def allocate_cache(self, num_blocks: int) -> None:
         """Make the KV cache; sequences that were running are forgotten."""
         self._sequences.clear()
-        self._inputs = None
+        self._inputs = None  # The old cache goes before the new one comes.
+        self._inputs = self._input_builder(num_blocks)
+
+    def _input_builder(self, num_blocks: int) -> InputBuilder:
         model = self._config.model
         heads = shard_heads(model.num_heads, model.num_kv_heads, self._group.rank, self._group.size)
         cache = KVCache(
@@ -99,7 +108,39 @@ class ModelRunner:
             head_dim=model.head_dim,
             placement=self._placement,
         )
-        self._inputs = InputBuilder(model, cache, self._placement)
+        return InputBuilder(model, cache, self._placement)
+
+    @torch.inference_mode()
+    def peak_bytes(self) -> int:
+        """Run the largest batch on a GPU; returns all memory in use on it at the peak."""
+        device = self._placement.device
+        torch.cuda.reset_peak_memory_stats(device)
+        allocated = torch.cuda.memory_allocated(device)
+        self._run_largest_batch()
+        torch.cuda.synchronize(device)
+        peak = torch.cuda.max_memory_allocated(device) - allocated
+        torch.cuda.empty_cache()
+        free, total = torch.cuda.mem_get_info(device)
+        return total - free + peak
+
+    def _run_largest_batch(self) -> None:
+        """Prefill as many tokens as a step may have, and take the logits of as many rows."""
+        config = self._config
+        length = min(config.max_num_batched_tokens, config.max_model_len)
+        num_sequences = -(-config.max_num_batched_tokens // length)
+        blocks = -(-length // config.block_size)
+        builder = self._input_builder(blocks)
+        states = {i: _profiled_state(i, length, blocks) for i in range(num_sequences)}
+        scheduled = [
+            ScheduledSequence(seq_id=i, start=0, num_tokens=length, new_block_ids=(), samples=False)
+            for i in states
+        ]
+        inputs = builder.build(scheduled, states)
+        x_TD = self.model(inputs.input_ids_T, inputs.positions_T, inputs.attention)
+        logits_RV = self.model.logits(x_TD[: max(config.max_num_seqs, _ROWS_PER_SCORING)])
+        if logits_RV is not None:
+            # A sampler holds about two more copies: the sorted logits and their probabilities.
+            logits_RV.float().sort(dim=-1).values.softmax(dim=-1)
 
     @torch.inference_mode()
     def execute(self, batch: Batch) -> BatchResult:
@@ -123,6 +164,7 @@ class ModelRunner:
         """Forget what has finished, learn what is new, extend the block tables."""
         for seq_id in batch.finished:
             self._sequences.pop(seq_id, None)
+            self._sampler.forget(seq_id)
         for new in batch.new:
             self._sequences[new.seq_id] = _state_of(new)
         for scheduled in batch.scheduled:
@@ -151,8 +193,22 @@ class ModelRunner:
             logits_TV = self.model.logits(x_TD[rows.start : rows.stop])
             if logits_TV is not None:
                 start = prompt.start + offset
-                scores.append(self._score_prompt(logits_TV.float(), prompt.sequence, start))
+                score = self._sampler.prompt_logprobs(logits_TV.float(), prompt.sequence, start)
+                scores.append(score)
         return scores
+
+
+def _profiled_state(seq_id: int, length: int, num_blocks: int) -> SequenceState:
+    new = NewSequence(
+        seq_id=seq_id,
+        token_ids=(0,) * length,
+        num_prompt_tokens=length,
+        params=SamplingParams(),
+        seed=0,
+        eos_token_ids=(),
+    )
+    # All write to the same blocks: only the amount of memory counts.
+    return SequenceState(spec=new, token_ids=list(new.token_ids), block_ids=list(range(num_blocks)))
 
 
 def _state_of(new: NewSequence) -> SequenceState:

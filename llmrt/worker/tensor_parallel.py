@@ -5,11 +5,12 @@ from __future__ import annotations
 import platform
 import socket
 from datetime import timedelta
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, Store, TCPStore
 
 from llmrt.config import Rendezvous, WorkerContext
 from llmrt.errors import ConfigError
@@ -76,7 +77,8 @@ class TorchGroup:
     The backend object is used directly, so no default process group is set in this process.
     """
 
-    def __init__(self, backend: dist.Backend, rank: int, size: int) -> None:
+    def __init__(self, backend: Any, rank: int, size: int) -> None:
+        # Any: torch's annotations leave the collectives of a backend out.
         self._backend = backend
         self.rank = rank
         self.size = size
@@ -106,9 +108,7 @@ class TorchGroup:
 
     def destroy(self) -> None:
         """Shut the backend down without waiting for peers."""
-        abort = getattr(self._backend, "abort", None)
-        if abort is not None:
-            abort()
+        self._backend.abort()
 
 
 def join_group(context: WorkerContext, device: torch.device) -> TPGroup:
@@ -139,12 +139,12 @@ def shared_memory_is_sound() -> bool:
 
 def _join_gloo(context: WorkerContext) -> TorchGroup:
     rendezvous = _rendezvous(context)
-    options = dist.ProcessGroupGloo._Options()
+    options: Any = ProcessGroupGloo._Options()  # pyright: ignore[reportAttributeAccessIssue]
     options._timeout = timedelta(seconds=COLLECTIVE_TIMEOUT_S)
     # Without an address gloo listens wherever this machine's host name points.
-    options._devices = [dist.ProcessGroupGloo.create_device(hostname=_own_address(rendezvous))]
+    options._devices = [ProcessGroupGloo.create_device(hostname=_own_address(rendezvous))]
     store = _store(context, rendezvous)
-    backend = dist.ProcessGroupGloo(store, context.rank, context.world_size, options)
+    backend = ProcessGroupGloo(store, context.rank, context.world_size, options)
     return TorchGroup(backend, context.rank, context.world_size)
 
 
@@ -165,11 +165,11 @@ def _rendezvous(context: WorkerContext) -> Rendezvous:
     return context.rendezvous
 
 
-def _store(context: WorkerContext, rendezvous: Rendezvous) -> dist.Store:
+def _store(context: WorkerContext, rendezvous: Rendezvous) -> Store:
     """Return the store of the group, on the listening socket that the runtime bound."""
-    return dist.PrefixStore(
+    return PrefixStore(
         "llmrt",
-        dist.TCPStore(
+        TCPStore(
             rendezvous.host,
             rendezvous.port,
             world_size=context.world_size,

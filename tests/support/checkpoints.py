@@ -95,7 +95,7 @@ class Checkpoint:
 
 
 def write_checkpoint(directory: Path, model_type: str, **changes: Any) -> Checkpoint:
-    """Write a random float32 model and return it; weights are wide, so that logits differ clearly."""
+    """Write a random float32 model, its weights wide enough for logits that differ clearly."""
     config = _CONFIG_CLASSES[model_type](**{**_SIZES, **changes})
     generator = torch.Generator().manual_seed(sum(map(ord, model_type)) + len(changes))
     reference = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
@@ -104,6 +104,14 @@ def write_checkpoint(directory: Path, model_type: str, **changes: Any) -> Checkp
         parameter.data.copy_(1 + 0.1 * noise if "norm" in name else 0.15 * noise)
     reference.save_pretrained(directory)
     return Checkpoint(directory=directory, reference=reference)
+
+
+def tiny_config(family: str, **changes: Any) -> ModelConfig:
+    """Return the configuration of a family's checkpoint, without writing one."""
+    model_type, differences = FAMILIES[family]
+    config = _CONFIG_CLASSES[model_type](**{**_SIZES, **differences, **changes})
+    architecture = AutoModelForCausalLM._model_mapping[type(config)].__name__
+    return ModelConfig.from_dict({**config.to_dict(), "architectures": [architecture]})
 
 
 def random_prompt(length: int, vocab_size: int, seed: int = 0) -> list[int]:

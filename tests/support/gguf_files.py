@@ -1,4 +1,4 @@
-"""What a worker sees of a GGUF file: quantised tensors at offsets, and the index that lists them."""
+"""What a worker sees of a GGUF file: tensors at offsets, and the index that lists them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def write_gguf_tensors(
     architecture: str = "llama",
     head_dim: int = 4,
 ) -> tuple[Path, Path]:
-    """Write tensors (by name: type, float32 values); return the path of the file and of its index."""
+    """Write tensors (name: type, float32 values); return the path of the file and its index."""
     path, index_path = directory / "model.gguf", directory / "model.index.json"
     entries: list[dict[str, object]] = []
     content = bytearray(b"GGUF".ljust(ALIGNMENT, b"\0"))

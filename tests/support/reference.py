@@ -1,6 +1,6 @@
 """Greedy decoding by transformers, in a process of its own: the reference for our tokens.
 
-    echo '{"prompts": [[1, 2]], "num_tokens": 8}' | python reference.py MODEL float32
+    echo '{"prompts": [[1, 2]], "num_tokens": 8}' | python -m tests.support.reference MODEL float32
 
 MODEL is a directory or a GGUF file. Prints, per prompt, the ids and how far apart the two best
 logits were at each step.
@@ -42,7 +42,8 @@ def greedy_reference(
     """Return what transformers generates greedily, EOS ignored."""
     asked = json.dumps({"prompts": [list(p) for p in prompts], "num_tokens": num_tokens})
     done = subprocess.run(
-        [sys.executable, __file__, str(model), dtype],
+        [sys.executable, "-m", "tests.support.reference", str(model), dtype],
+        cwd=Path(__file__).parents[2],
         input=asked,
         stdout=subprocess.PIPE,
         text=True,

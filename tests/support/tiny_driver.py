@@ -18,13 +18,14 @@ from llmrt.messages import (
     SampledToken,
     ScheduledSequence,
     SequenceFailure,
+    TokenLogprobs,
 )
 from llmrt.model_config import ModelConfig
 from llmrt.sampling import SamplingParams
 from llmrt.worker.device import Placement
 from llmrt.worker.inputs import InputBuilder
 from llmrt.worker.kv_cache import KVCache
-from llmrt.worker.model_runner import ModelRunner
+from llmrt.worker.model_runner import ModelRunner, TokenSampler
 from llmrt.worker.models.decoder import Decoder
 from llmrt.worker.sequence import SequenceState
 from llmrt.worker.shard import shard_heads
@@ -79,9 +80,22 @@ class GreedySampler:
         tokens = tuple(SampledToken(seq_id=s.spec.seq_id, token_id=t) for s, t in pairs)
         return Greedy(token_ids=token_ids, tokens=tokens)
 
+    def prompt_logprobs(
+        self, logits_TV: Tensor, sequence: SequenceState, start: int
+    ) -> PromptLogprobs:
+        logprobs_TV = logits_TV.log_softmax(dim=-1)
+        token_ids = sequence.token_ids[start + 1 : start + 1 + len(logits_TV)]
+        return PromptLogprobs(
+            seq_id=sequence.spec.seq_id,
+            start=start + 1,
+            positions=tuple(
+                TokenLogprobs(token_ids=(t,), logprobs=(row[t].item(),), ranks=(0,))
+                for t, row in zip(token_ids, logprobs_TV, strict=True)
+            ),
+        )
 
-def score_nothing(logits_TV: Tensor, sequence: SequenceState, start: int) -> PromptLogprobs:
-    return PromptLogprobs(seq_id=sequence.spec.seq_id, start=start, positions=())
+    def forget(self, seq_id: int) -> None:
+        pass
 
 
 @dataclass
@@ -91,15 +105,16 @@ class TinyDriver:
     checkpoint: Checkpoint
     tp: int = 1
     block_size: int = 4
+    dtype: torch.dtype = torch.float32
+    sampler: TokenSampler = field(default_factory=lambda: GreedySampler())
     steps: itertools.count[int] = field(default_factory=itertools.count)
     results: dict[int, list[int]] = field(default_factory=dict)
-    batch_results: list[BatchResult] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self._free_blocks = iter(range(NUM_BLOCKS - 1, -1, -1))
         self._num_blocks_of: dict[int, int] = {}
         self._groups = thread_groups(self.tp)
-        self._runners = on_every_rank(self._groups, self._runner)
+        self.runners = on_every_rank(self._groups, self._runner)
 
     def schedule(
         self, seq_id: int, start: int, num_tokens: int, *, samples: bool
@@ -115,6 +130,11 @@ class TinyDriver:
             samples=samples,
         )
 
+    def release(self, seq_id: int) -> int:
+        """Let its next block table begin anew; returns the id for the batch's `finished`."""
+        self._num_blocks_of.pop(seq_id)
+        return seq_id
+
     def step(
         self,
         scheduled: Sequence[ScheduledSequence],
@@ -127,9 +147,7 @@ class TinyDriver:
             scheduled=tuple(scheduled),
             finished=tuple(finished),
         )
-        for seq_id in finished:
-            self._num_blocks_of.pop(seq_id, None)
-        results = on_every_rank(self._groups, lambda g: self._runners[g.rank].execute(batch))
+        results = on_every_rank(self._groups, lambda g: self.runners[g.rank].execute(batch))
         for other in results[1:]:
             assert other == BatchResult(step=batch.step), "only rank 0 answers with tokens"
         for token in results[0].tokens:
@@ -137,7 +155,7 @@ class TinyDriver:
         return results[0]
 
     def token_ids_on(self, rank: int, seq_id: int) -> list[int]:
-        return self._runners[rank]._sequences[seq_id].token_ids
+        return self.runners[rank]._sequences[seq_id].token_ids
 
     def generate(
         self, prompts: Sequence[list[int]], num_tokens: int, chunk: int = 10**6
@@ -160,22 +178,18 @@ class TinyDriver:
         return [self.results[i] for i in range(len(prompts))]
 
     def _runner(self, group: TPGroup) -> ModelRunner:
-        config = self.checkpoint.config
-        model = load_decoder(self.checkpoint, group)
-        runner = ModelRunner(
-            worker_config(config, block_size=self.block_size),
-            model,
-            group,
-            FLOAT32_CPU,
-            GreedySampler(),
-            score_nothing,
-        )
+        placement = Placement(device=torch.device("cpu"), dtype=self.dtype)
+        config = worker_config(self.checkpoint.config, block_size=self.block_size)
+        model = load_decoder(self.checkpoint, group, placement)
+        runner = ModelRunner(config, model, group, placement, self.sampler)
         runner.allocate_cache(NUM_BLOCKS)
         return runner
 
 
-def load_decoder(checkpoint: Checkpoint, group: TPGroup) -> Decoder:
-    model = Decoder(checkpoint.config, group, FLOAT32_CPU)
+def load_decoder(
+    checkpoint: Checkpoint, group: TPGroup, placement: Placement = FLOAT32_CPU
+) -> Decoder:
+    model = Decoder(checkpoint.config, group, placement)
     reader = checkpoint.reader()
     model.load(reader)
     reader.check_all_read()
@@ -185,7 +199,7 @@ def load_decoder(checkpoint: Checkpoint, group: TPGroup) -> Decoder:
 def logits_at_every_position(
     checkpoint: Checkpoint, tp: int, token_ids: list[int], chunks: Sequence[int] = ()
 ) -> Tensor:
-    """Return rank 0's logits_TV of one sequence, run in chunks of these sizes (all at once: none)."""
+    """Return rank 0's logits_TV of one sequence, run in chunks of these sizes; () is one."""
     sizes = chunks or (len(token_ids),)
     assert sum(sizes) == len(token_ids)
 

@@ -8,13 +8,15 @@ from pathlib import Path
 
 import pytest
 
-WRITER = Path(__file__).with_name("write_tiny_model.py")
+ROOT = Path(__file__).parents[2]
+WRITER = "tests.support.write_tiny_model"
 
 
 def write_tiny_model(directory: Path, *, seed: int, num_heads: int) -> Path:
     """Write a tiny model in a process of its own and return its directory."""
     subprocess.run(
-        [sys.executable, str(WRITER), str(directory), str(seed), str(num_heads)],
+        [sys.executable, "-m", WRITER, str(directory), str(seed), str(num_heads)],
+        cwd=ROOT,
         check=True,
         timeout=100,
     )

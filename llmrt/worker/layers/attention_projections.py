@@ -54,15 +54,16 @@ class OutputProjection(nn.Module):
         self._group = group
         self._shape = (model.hidden_size, model.num_heads * model.head_dim)
         self._columns = _rows(heads.query_heads, model.head_dim)
+        self._has_bias = model.o_bias
         # One rank adds the bias; added by all, it would count world_size times in the sum.
-        has_bias = model.o_bias and group.rank == 0
-        self.linear = Linear(len(self._columns), model.hidden_size, placement, bias=has_bias)
+        adds_bias = self._has_bias and group.rank == 0
+        self.linear = Linear(len(self._columns), model.hidden_size, placement, bias=adds_bias)
 
     def load(self, reader: WeightReader, prefix: str) -> None:
-        """Read this rank's columns of `prefix.weight`."""
+        """Read this rank's columns of `prefix.weight`, and the bias, which only rank 0 keeps."""
         weight = read_checked(reader, f"{prefix}.weight", self._shape, columns=self._columns)
         biases = []
-        if self.linear.bias is not None:
+        if self._has_bias:
             biases = [read_checked(reader, f"{prefix}.bias", self._shape[:1])]
         self.linear.load([weight], biases)
 

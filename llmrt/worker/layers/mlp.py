@@ -48,15 +48,16 @@ class DownProjection(nn.Module):
         self._group = group
         self._shape = (model.hidden_size, model.intermediate_size)
         self._columns = shard.shard_intermediate(model.intermediate_size, group.rank, group.size)
+        self._has_bias = model.mlp_bias
         # One rank adds the bias; added by all, it would count world_size times in the sum.
-        has_bias = model.mlp_bias and group.rank == 0
-        self.linear = Linear(len(self._columns), model.hidden_size, placement, bias=has_bias)
+        adds_bias = self._has_bias and group.rank == 0
+        self.linear = Linear(len(self._columns), model.hidden_size, placement, bias=adds_bias)
 
     def load(self, reader: WeightReader, prefix: str) -> None:
-        """Read this rank's columns of `prefix.weight`."""
+        """Read this rank's columns of `prefix.weight`, and the bias, which only rank 0 keeps."""
         weight = read_checked(reader, f"{prefix}.weight", self._shape, columns=self._columns)
         biases = []
-        if self.linear.bias is not None:
+        if self._has_bias:
             biases = [read_checked(reader, f"{prefix}.bias", self._shape[:1])]
         self.linear.load([weight], biases)
 

@@ -6,7 +6,7 @@ projections of one input are fused.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterator
 
 from torch import Tensor, nn
 
@@ -105,32 +105,22 @@ class Decoder(nn.Module):
         self.lm_head = LMHead(model, self.embed_tokens, group, placement)
         self.rotary = RotaryEmbedding(model.rope, model.head_dim, placement)
 
-    def load(
-        self, reader: WeightReader, report: Callable[[int, int], None] = lambda done, total: None
-    ) -> None:
+    def load(self, reader: WeightReader) -> None:
         """Read this rank's weights.
-
-        Args:
-            reader: the checkpoint.
-            report: told bytes done and in all, after each layer.
 
         Raises:
             ConfigError: a tensor is missing, or has not the shape that the configuration gives it.
         """
-        total = self.num_bytes
-        done = 0
-        report(done, total)
-        for part, prefix in self._parts():
-            part.load(reader, prefix)
-            done += _num_bytes(part)
-            report(done, total)
+        self.embed_tokens.load(reader, "model.embed_tokens")
+        for i, layer in enumerate(self._decoder_layers()):
+            layer.load(reader, f"model.layers.{i}")
+        self.norm.load(reader, "model.norm")
         self.lm_head.load(reader)
-        report(total, total)
 
     @property
     def num_bytes(self) -> int:
         """Bytes of this rank's weights."""
-        return _num_bytes(self)
+        return sum(p.numel() * p.element_size() for p in self.parameters())
 
     def forward(
         self, input_ids_T: Tensor, positions_T: Tensor, attention: AttentionMetadata
@@ -146,13 +136,7 @@ class Decoder(nn.Module):
         """Return logits_RV of these rows on rank 0, None elsewhere. Every rank must call it."""
         return self.lm_head(self.norm(x_RD))
 
-    def _parts(self) -> list[tuple[VocabEmbedding | DecoderLayer | RMSNorm, str]]:
-        parts: list[tuple[VocabEmbedding | DecoderLayer | RMSNorm, str]] = [
-            (self.embed_tokens, "model.embed_tokens")
-        ]
-        parts += [(layer, f"model.layers.{i}") for i, layer in enumerate(self.layers)]
-        return [*parts, (self.norm, "model.norm")]
-
-
-def _num_bytes(module: nn.Module) -> int:
-    return sum(p.numel() * p.element_size() for p in module.parameters())
+    def _decoder_layers(self) -> Iterator[DecoderLayer]:
+        for layer in self.layers:
+            assert isinstance(layer, DecoderLayer)
+            yield layer

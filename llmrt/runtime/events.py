@@ -1,0 +1,144 @@
+"""What a launcher tells the owner of a group, and what the owner tells it.
+
+    owner ── Setup (once), SignalRank, DumpStacks, Abort, Shutdown ──► guard
+    owner ◄── Phase, RankStarted, RankExited, Output, RankState, Stacks, LaunchFailed ── guard
+
+GuardExited is what the owner's side of the launcher adds when the guard itself is gone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from llmrt.errors import RankFailure
+
+Stream = Literal["stdout", "stderr"]
+
+EXECUTING = "executing"
+"""The phase of a rank that is started afresh because the guard could not safely be forked."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Setup:
+    """What the guard is to run."""
+
+    entry: str
+    configs: tuple[bytes, ...] = field(repr=False)
+    """Pickled, one per rank: only the rank itself unpickles its own."""
+    preload: tuple[str, ...]
+    env: Mapping[str, str]
+    shared_memory_bytes: int
+    rendezvous: bool
+    python: tuple[str, ...]
+    """How to start an interpreter, for ranks that cannot be forked."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SignalRank:
+    """Send a rank a signal."""
+
+    rank: int
+    signum: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DumpStacks:
+    """Have these ranks say where they are."""
+
+    ranks: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Abort:
+    """Tell ranks that wait for a peer to give up."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Shutdown:
+    """End whatever still runs, the launcher's own process too."""
+
+    force: bool = False
+    """Whether the launcher's process is killed instead of asked."""
+
+
+ControlCommand = SignalRank | DumpStacks | Abort | Shutdown
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Phase:
+    """The start has come this far."""
+
+    rank: int | None
+    phase: str
+    detail: str = ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankStarted:
+    """A rank's process exists."""
+
+    rank: int
+    pid: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankExited:
+    """A rank's process has ended and was reaped."""
+
+    rank: int
+    pid: int
+    exit_code: int | None
+    """Negative for a signal, as in subprocess; None where nobody could tell."""
+    stderr_tail: tuple[str, ...] = ()
+    was_out_of_memory: bool | None = None
+    """Whether the kernel killed for memory in this cgroup since the start; None: unreadable."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Output:
+    """Whole lines that a rank, or with None the guard, wrote."""
+
+    rank: int | None
+    stream: Stream
+    text: str
+    num_dropped_lines: int = 0
+    """Lines before these that were thrown away because nobody read them fast enough."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Stacks:
+    """A part of a rank's answer to DumpStacks."""
+
+    rank: int
+    text: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankState:
+    """What the kernel says of a rank, sent before its stacks."""
+
+    rank: int
+    state: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LaunchFailed:
+    """The guard itself could not start the ranks."""
+
+    what: str
+    """What it was doing: `importing torch`."""
+    failure: RankFailure
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GuardExited:
+    """The launcher's own process is gone, and with it every rank."""
+
+    pid: int
+    exit_code: int | None
+    output_tail: tuple[str, ...] = ()
+
+
+Event = Phase | RankStarted | RankExited | Output | Stacks | RankState | LaunchFailed | GuardExited

@@ -1,0 +1,343 @@
+"""N workers from start to reaped: start them, call them, close them.
+
+Used by one thread, which is the only one that waits; `wake`, `interrupt` and `hurry` may come from
+any other.
+"""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, NoReturn
+
+from llmrt.config import Timeouts
+from llmrt.errors import (
+    EngineClosedError,
+    EngineDeadError,
+    EngineNotOpenError,
+    EngineStartError,
+    WorkerDiedError,
+)
+from llmrt.outputs import CloseReport, WorkerInfo
+from llmrt.runtime import reports
+from llmrt.runtime.child import THREADS_PROVEN
+from llmrt.runtime.deadlines import Patience
+from llmrt.runtime.events import Abort, DumpStacks
+from llmrt.runtime.finalizer import let_go
+from llmrt.runtime.fork_trial import DistrustedForkError, ForkTrial
+from llmrt.runtime.group_close import GroupCloser
+from llmrt.runtime.launchers.base import GroupSpec, Launcher
+from llmrt.runtime.start_method import StartMethod
+from llmrt.runtime.supervisor import PendingCall, RankView, Supervisor, WorkerOutput
+
+WorkerState = Literal["starting", "running", "stopping", "exited"]
+
+_FAILURE_GRACE = 0.2
+"""How long the other ranks are given to say what went wrong with them, once one has."""
+
+
+class Interrupted(Exception):  # noqa: N818 - nothing is wrong: somebody asked for it
+    """`interrupt` was called while something was waited for."""
+
+
+class WorkerGroup:
+    """The workers of one engine."""
+
+    def __init__(
+        self,
+        spec: GroupSpec,
+        launcher: Launcher,
+        timeouts: Timeouts,
+        *,
+        on_output: Callable[[WorkerOutput], None],
+        on_phase: Callable[[int | None, str, str], None],
+    ) -> None:
+        self._spec = spec
+        self._launcher = launcher
+        self._timeouts = timeouts
+        self._on_output = on_output
+        self._on_phase = on_phase
+        self._owner_pid = os.getpid()
+        self._supervisor: Supervisor | None = None
+        self._closer: GroupCloser | None = None
+        self._finalizer: weakref.finalize[..., Any] | None = None
+        self._report: CloseReport | None = None
+        self._is_interrupted = False
+        self._is_hurried = False
+        self.failure: EngineDeadError | None = None
+        """Why the group serves nothing any more; stays until it is dropped."""
+        self.start_method: StartMethod = spec.start_method
+        """How the workers really came to be, after a fork that was given up."""
+
+    @property
+    def workers(self) -> tuple[WorkerInfo, ...]:
+        """The workers as they are known now; empty before the start and after the close."""
+        supervisor = self._supervisor
+        if supervisor is None:
+            return ()
+        host = supervisor.launched.host
+        return tuple(self._info(view, host) for view in supervisor.ranks)
+
+    def _info(self, view: RankView, host: str) -> WorkerInfo:
+        state: WorkerState = "running" if view.is_ready else "starting"
+        if view.exited is not None:
+            state = "exited"
+        elif self._closer is not None:
+            state = "stopping"
+        return WorkerInfo(rank=view.rank, pid=view.pid, host=host, device="", state=state)
+
+    # ---- from any thread ----
+
+    def wake(self) -> None:
+        """Make the current or next `poll` return."""
+        supervisor = self._supervisor
+        if supervisor is not None:
+            supervisor.wake()
+
+    def interrupt(self) -> None:
+        """Make whatever `start` or `wait` is in progress, or comes next, raise Interrupted."""
+        self._is_interrupted = True
+        self.wake()
+
+    def hurry(self) -> None:
+        """Move the deadline of the current or next `close` to now."""
+        self._is_hurried = True
+        self.wake()
+
+    # ---- start ----
+
+    def start(self) -> None:
+        """Start the workers and return when every one of them serves.
+
+        Raises:
+            EngineStartError: they did not come up; nothing of them is left.
+            Interrupted: `interrupt` was called; nothing of them is left.
+        """
+        self._check_process()
+        assert self._supervisor is None, "A group is started once."
+        spec = self._spec
+        while True:
+            try:
+                self._start(spec)
+                return
+            except DistrustedForkError as error:
+                self._abandon()
+                instead = self._launcher.distrust(spec, str(error))
+                assert instead is not None
+                spec = instead
+                self._on_phase(None, "fork given up", str(error))
+            except BaseException:
+                self._abandon()
+                raise
+
+    def _start(self, spec: GroupSpec) -> None:
+        try:
+            launched = self._launcher.launch(spec, self._timeouts)
+            try:
+                self._supervisor = Supervisor(
+                    launched,
+                    on_output=self._on_output,
+                    on_phase=self._on_phase,
+                    thread_proof=THREADS_PROVEN,
+                )
+            except BaseException:
+                launched.release()
+                raise
+        except OSError as error:
+            raise EngineStartError(
+                f"The engine did not start: {error}. Its processes could not be made; "
+                "see `ulimit -n` for open files, `ulimit -u` for processes."
+            ) from error
+        self.start_method = launched.start_method
+        self._finalizer = weakref.finalize(
+            self, let_go, self._owner_pid, launched.lifeline, self._supervisor.sockets
+        )
+        self._await_ready(self._supervisor)
+
+    def _await_ready(self, supervisor: Supervisor) -> None:
+        is_fork = self.start_method.name == "fork"
+        trial = ForkTrial(self._timeouts.fork_probe) if is_fork else None
+        patience = Patience(self._timeouts.start_progress)
+        num_seen = 0
+        while not all(view.is_ready and view.pid for view in supervisor.ranks):
+            self._raise_if_interrupted()
+            if trial and not trial.judge(supervisor, is_out_of_time=patience.is_spent):
+                trial = None
+            self._raise_if_start_failed(supervisor)
+            if patience.is_spent:
+                self._raise_start_timed_out(supervisor)
+            longest = trial.start_wait(supervisor) if trial else 1.0
+            supervisor.pump(patience.start_wait(longest))
+            patience.end_wait()
+            if trial:
+                trial.end_wait(supervisor)
+            if supervisor.num_progress != num_seen:
+                num_seen = supervisor.num_progress
+                patience.renew()
+
+    def _raise_if_start_failed(self, supervisor: Supervisor) -> None:
+        if supervisor.start_failures:
+            supervisor.pump_for(_FAILURE_GRACE)
+            failures = supervisor.start_failures
+            error, cause = reports.start_failed(failures, self._spec.world_size)
+            raise error from cause
+        if supervisor.launch_failed is not None:
+            raise reports.launch_failed(supervisor.launch_failed)
+        death = self._describe_death(supervisor)
+        if death is not None:
+            raise EngineStartError(f"The engine did not start. {death}") from death
+
+    def _raise_start_timed_out(self, supervisor: Supervisor) -> NoReturn:
+        late = [view for view in supervisor.ranks if not view.is_ready and view.is_alive]
+        self._ask_where(supervisor, late)
+        raise reports.start_timed_out(
+            supervisor.ranks, supervisor.guard_phase, self._timeouts.start_progress
+        )
+
+    # ---- calls ----
+
+    def submit(self, command: object, ranks: Sequence[int] | None = None) -> PendingCall:
+        """Send a command to all ranks, or to some, without waiting."""
+        supervisor = self._running()
+        self._raise_if_failed(supervisor)
+        return supervisor.submit(command, range(len(supervisor.ranks)) if ranks is None else ranks)
+
+    def wait(
+        self, call: PendingCall, timeout: float, *, renew_on_progress: bool = False
+    ) -> list[object]:
+        """Return the answers to a call, in the order of its ranks.
+
+        With `renew_on_progress` the limit is on the time without progress. Time in which this
+        process itself was stopped does not count.
+
+        Raises:
+            WorkerDiedError: a worker ended. Ranks that wait for it are not waited for.
+            WorkerHungError: the time was up.
+            WorkerFailedError: a worker's own code raised.
+            Interrupted: `interrupt` was called; the answers that still come are dropped.
+        """
+        supervisor = self._running()
+        patience = Patience(timeout)
+        num_seen = supervisor.num_progress
+        while not call.is_done:
+            self._raise_if_interrupted()
+            self._raise_if_call_failed(supervisor, call)
+            self._raise_if_failed(supervisor)
+            if patience.is_spent:
+                self._raise_hung(supervisor, call, timeout)
+            supervisor.pump(patience.start_wait())
+            patience.end_wait()
+            if renew_on_progress and supervisor.num_progress != num_seen:
+                num_seen = supervisor.num_progress
+                patience.renew()
+        return [call.replies[rank] for rank in call.ranks]
+
+    def call(
+        self, command: object, timeout: float, *, renew_on_progress: bool = False
+    ) -> list[object]:
+        """Submit and wait."""
+        return self.wait(self.submit(command), timeout, renew_on_progress=renew_on_progress)
+
+    def poll(self, timeout: float | None) -> None:
+        """Handle what happens, until something did, `wake` was called, or the time is up."""
+        supervisor = self._running()
+        supervisor.pump(timeout)
+        self._note_death(supervisor)
+
+    def _running(self) -> Supervisor:
+        self._check_process()
+        if self._supervisor is None:
+            error = EngineNotOpenError if self._report is None else EngineClosedError
+            raise error("The workers are not running.")
+        return self._supervisor
+
+    def _check_process(self) -> None:
+        pid = os.getpid()
+        if pid != self._owner_pid:
+            raise EngineNotOpenError(
+                f"This engine belongs to process {self._owner_pid}; process {pid}, forked from it, "
+                "can neither use nor close it. Open an engine of its own here."
+            )
+
+    def _raise_if_interrupted(self) -> None:
+        if self._is_interrupted:
+            raise Interrupted
+
+    def _raise_if_failed(self, supervisor: Supervisor) -> None:
+        self._note_death(supervisor)
+        if self.failure is not None:
+            raise self.failure.with_traceback(None)
+
+    def _note_death(self, supervisor: Supervisor) -> None:
+        if self.failure is None:
+            self.failure = self._describe_death(supervisor)
+        if self.failure is None and supervisor.broken is not None:
+            self.failure = reports.rank_sent_garbage(supervisor.broken)
+
+    def _describe_death(self, supervisor: Supervisor) -> WorkerDiedError | None:
+        host = supervisor.launched.host
+        if supervisor.deaths:
+            death = supervisor.deaths[0]
+            return reports.rank_died(death, supervisor.ranks[death.rank], host)
+        if supervisor.guard_exited is not None:
+            return reports.guard_died(supervisor.guard_exited, host)
+        return None
+
+    def _raise_if_call_failed(self, supervisor: Supervisor, call: PendingCall) -> None:
+        if not call.failures or self.failure is not None:
+            return
+        supervisor.launched.tell(Abort())  # ranks that wait for the failed one give up
+        supervisor.pump_for(_FAILURE_GRACE, until=lambda: not call.missing)
+        self.failure = reports.call_failed(call)
+
+    def _raise_hung(self, supervisor: Supervisor, call: PendingCall, timeout: float) -> NoReturn:
+        hung = [supervisor.ranks[rank] for rank in call.missing]
+        for view in hung:
+            view.is_hung = True
+        self._ask_where(supervisor, hung)
+        self.failure = reports.ranks_hung(call, hung, timeout, supervisor.launched.host)
+        raise self.failure
+
+    def _ask_where(self, supervisor: Supervisor, views: Sequence[RankView]) -> None:
+        supervisor.launched.tell(DumpStacks(ranks=tuple(view.rank for view in views)))
+        supervisor.pump_for(self._timeouts.stacks)
+
+    # ---- close ----
+
+    def close(self, timeout: float | None = None) -> CloseReport:
+        """Stop the workers, one way or another, and return how each ended. May be called twice.
+
+        In a process forked from the owner it does nothing.
+        """
+        if os.getpid() != self._owner_pid:
+            return CloseReport(workers=(), seconds=0.0)
+        if self._report is None:
+            total = self._timeouts.close if timeout is None else timeout
+            self._report = self._take_down(total)
+        return self._report
+
+    def _abandon(self) -> None:
+        """Leave nothing of a start that failed."""
+        self._take_down(0.0)
+
+    def _take_down(self, total: float) -> CloseReport:
+        supervisor = self._supervisor
+        if supervisor is None:
+            return CloseReport(workers=(), seconds=0.0)
+        self._closer = GroupCloser(
+            supervisor,
+            self._timeouts,
+            total,
+            is_broken=self.failure is not None or bool(supervisor.deaths),
+            is_hurried=lambda: self._is_hurried,
+        )
+        try:
+            return self._closer.run()
+        finally:
+            if self._finalizer is not None:
+                self._finalizer.detach()
+            self._supervisor = self._closer = None
+            self._is_interrupted = self._is_hurried = False
+            supervisor.close()
+            supervisor.launched.release()

@@ -1,0 +1,63 @@
+"""What the scheduler reports of one step, to whoever assembles the outputs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from llmrt.errors import RankFailure
+from llmrt.messages import TokenLogprobs
+from llmrt.outputs import FinishReason
+
+
+class TokenUpdate(NamedTuple):
+    """A sequence has its next token, and has perhaps ended with it.
+
+    A tuple, for there is one for every token of every sequence: a frozen dataclass takes three
+    times as long to make.
+    """
+
+    request_id: str
+    index: int  # pyright: ignore[reportIncompatibleMethodOverride]
+    """Which of the request's completions this is. (Hides `tuple.index`, which nobody needs here.)"""
+    seq_id: int
+    token_id: int
+    logprob: float | None = None
+    top: TokenLogprobs | None = None
+    finish_reason: FinishReason | None = None
+    stop_reason: int | None = None
+    """The stop id that ended it; None for EOS."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PromptLogprobsUpdate:
+    """Log-probabilities of prompt tokens [start, start + len(positions)); each position comes once, in order."""
+
+    request_id: str
+    index: int
+    seq_id: int
+    start: int
+    positions: tuple[TokenLogprobs, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SequenceFinished:
+    """A sequence has ended without a token: `max_tokens=0`."""
+
+    request_id: str
+    index: int
+    seq_id: int
+    finish_reason: FinishReason
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SequenceFailed:
+    """A sequence has ended because its logits processor raised. Its siblings go on until they are aborted."""
+
+    request_id: str
+    index: int
+    seq_id: int
+    failure: RankFailure
+
+
+Update = TokenUpdate | PromptLogprobsUpdate | SequenceFinished | SequenceFailed

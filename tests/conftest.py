@@ -1,0 +1,17 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.support.leaks import no_leaks
+from tests.support.tiny_model import other_tiny_model, tiny_model
+
+__all__ = ["other_tiny_model", "tiny_model"]
+
+
+@pytest.fixture(autouse=True)
+def leak_check() -> Iterator[None]:
+    """End every test with nothing left that it did not find."""
+    with no_leaks():
+        yield
