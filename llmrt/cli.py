@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -40,11 +39,12 @@ def main(arguments: Sequence[str] | None = None, *, engine: OpenEngine | None = 
     options = _parser().parse_args(arguments)
     _allow_any_text_on(sys.stdout)
     try:
-        return options.command(options, engine or llmrt.Engine)
+        code: int = options.command(options, engine)
+        print(end="", flush=True)  # here, where a reader that has gone can still be told
+        return code
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
     except BrokenPipeError:
-        _forget_stdout()
         return EXIT_BROKEN_PIPE
     except LlmrtError as error:
         print(f"llmrt: error: {_first_line(error)}", file=sys.stderr)
@@ -54,30 +54,33 @@ def main(arguments: Sequence[str] | None = None, *, engine: OpenEngine | None = 
 # ---- the commands ----
 
 
-def _run(options: argparse.Namespace, engine: OpenEngine) -> int:
+def _run(options: argparse.Namespace, engine: OpenEngine | None) -> int:
     prompt = sys.stdin.read().removesuffix("\n") if options.prompt == "-" else options.prompt
     params = SamplingParams(temperature=options.temperature, max_tokens=options.max_tokens)
-    with engine(options.model, **_engine_options(options)) as llm:
+    with _engine(options, engine) as llm:
         as_chat = llm.tokenizer.has_chat_template and not options.raw
         _print_stream(llm.stream([_user(prompt)] if as_chat else prompt, params))
     return 0
 
 
-def _chat(options: argparse.Namespace, engine: OpenEngine) -> int:
+def _chat(options: argparse.Namespace, engine: OpenEngine | None) -> int:
     params = SamplingParams(temperature=options.temperature, max_tokens=options.max_tokens)
-    with engine(options.model, **_engine_options(options)) as llm:
+    with _engine(options, engine) as llm:
         TerminalChat(lambda messages: llm.stream(messages, params), system=options.system).run()
     return 0
 
 
-def _doctor(options: argparse.Namespace, engine: OpenEngine) -> int:
+def _doctor(options: argparse.Namespace, engine: OpenEngine | None) -> int:
     found = report(cache_folder=cache_folder())
     print(json.dumps(found, indent=2) if options.json else as_text(found))
     return 0
 
 
-def _engine_options(options: argparse.Namespace) -> dict[str, Any]:
-    return {name: getattr(options, name) for name in ("tp", "backend", "device", "dtype")}
+def _engine(options: argparse.Namespace, engine: OpenEngine | None) -> Engine:
+    names = ("tp", "backend", "device", "dtype")
+    return (engine or llmrt.Engine)(
+        options.model, **{name: getattr(options, name) for name in names}
+    )
 
 
 def _user(content: str) -> dict[str, str]:
@@ -142,11 +145,6 @@ def _allow_any_text_on(stream: Any) -> None:
     # A terminal in the C locale cannot show every character; an answer should not end for that.
     if hasattr(stream, "reconfigure"):
         stream.reconfigure(errors="replace")
-
-
-def _forget_stdout() -> None:
-    # The interpreter flushes stdout once more when it exits, and would complain.
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _first_line(error: LlmrtError) -> str:

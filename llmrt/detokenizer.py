@@ -59,11 +59,7 @@ class IncrementalDetokenizer:
 
     def _start_with(self, prompt_ids: Sequence[int]) -> None:
         ids = [token_id for token_id in prompt_ids if token_id not in self._skipped]
-        size = SETTLED_AFTER + 1
-        # Without any text before it, the completion would be decoded as the beginning of a text.
-        while size < len(ids) and not self._decode(ids[-size:]):
-            size *= 2
-        self._window = ids[-size:]
+        self._window = ids[-SETTLED_AFTER - 1 :]
         self._num_settled = len(self._window)
         self._settled_text = self._decode(self._window)
 

@@ -99,7 +99,7 @@ def test_text_parts_become_one_string_where_the_template_wants_strings() -> None
 
 def test_other_parts_are_refused_by_type() -> None:
     message = {"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}
-    with pytest.raises(RequestError, match="'image_url'.*text only"):
+    with pytest.raises(RequestError, match=r"'image_url'.*text only"):
         render(CHATML, message)
 
 

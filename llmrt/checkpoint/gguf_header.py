@@ -18,7 +18,7 @@ from llmrt.checkpoint.gguf_config import config_from_gguf, generation_config_fro
 from llmrt.checkpoint.gguf_tokenizer import tokenizer_config_from_gguf, tokenizer_from_gguf
 from llmrt.errors import ConfigError
 
-MEMORY_BEYOND_FILE = 8 << 30
+MEMORY_BEYOND_FILE = 2 << 30
 """A damaged header can claim arrays of any length: the reader stops at this much memory."""
 
 
@@ -95,15 +95,17 @@ def main() -> int:
     """Run the command line of this module."""
     path, folder = Path(sys.argv[1]), Path(sys.argv[2])
     _limit_memory(path.stat().st_size + MEMORY_BEYOND_FILE)
+    problem = ""
     try:
         write_entry(path, folder)
     except ConfigError as error:
-        print(error)
-        return 1
+        problem = str(error)
     except MemoryError:
-        print("The file is damaged: its header claims more than memory holds. Fetch it again.")
-        return 1
-    return 0
+        problem = "The file is damaged: its header claims more than memory holds. Fetch it again."
+    # Out here the memory is free again that the failed reading held.
+    if problem:
+        print(problem)
+    return 1 if problem else 0
 
 
 def _limit_memory(num_bytes: int) -> None:

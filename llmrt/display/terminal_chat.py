@@ -13,12 +13,12 @@ Message = dict[str, str]
 Answer = Callable[[Sequence[Message]], Iterable[Increment]]
 """Streams the answer to a conversation; dropping the iterator ends the answer."""
 
-HELP = "/reset forgets what was said, /system TEXT says how to behave, /exit (Ctrl-D) leaves"
+HELP = "/reset forgets what was said, /system TEXT says how to behave, /exit or Ctrl-D leaves"
 PROMPT = "> "
 
 
 class TerminalChat:
-    """Reads lines, streams answers, remembers both. Ctrl-C ends the answer, not the conversation."""
+    """Reads lines, streams answers and remembers both. Ctrl-C ends the answer only."""
 
     def __init__(self, answer: Answer, *, system: str | None = None) -> None:
         self._answer = answer

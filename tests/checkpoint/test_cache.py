@@ -26,9 +26,13 @@ def test_the_folder_is_the_one_named_else_the_users(monkeypatch: pytest.MonkeyPa
 
 
 def test_a_failed_build_leaves_nothing_but_the_lock_file(cache: Path) -> None:
-    with pytest.raises(RuntimeError, match="half way"), building(cache / "entry") as build:
-        (build.folder / "part").write_text("x")
-        raise RuntimeError("half way")
+    def fail_half_way() -> None:
+        with building(cache / "entry") as build:
+            (build.folder / "part").write_text("x")
+            raise RuntimeError("half way")
+
+    with pytest.raises(RuntimeError, match="half way"):
+        fail_half_way()
     assert [path.name for path in cache.iterdir()] == ["entry.lock"]
 
 

@@ -90,7 +90,7 @@ def test_a_path_object_is_never_a_hub_id(no_network: Path) -> None:
 
 
 def test_a_misspelt_path_gets_the_nearest(model: Path) -> None:
-    with pytest.raises(ConfigError, match="Did you mean .*my model"):
+    with pytest.raises(ConfigError, match=r"Did you mean .*my model"):
         find(str(model.parent / "my-model"))
 
 

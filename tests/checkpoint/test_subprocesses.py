@@ -14,6 +14,18 @@ def test_a_module_runs_with_this_process_s_import_path(packages: Path) -> None:
     assert (finished.exit_code, finished.output) == (3, "['a', 'b c']\n")
 
 
+def test_it_keeps_the_descriptors_it_is_given(packages: Path) -> None:
+    (packages / "look.py").write_text("import os, sys; os.fstat(int(sys.argv[1]))")
+    reading, writing = os.pipe()
+    try:
+        given = run_module("look", [str(writing)], inherit_fds=[writing], stall_seconds=30)
+        kept = run_module("look", [str(writing)], stall_seconds=30)
+    finally:
+        os.close(reading)
+        os.close(writing)
+    assert (given.exit_code, kept.exit_code) == (0, 1)
+
+
 def test_a_file_in_the_current_folder_is_not_taken_for_a_library(
     tmp_path: Path, packages: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

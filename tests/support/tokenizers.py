@@ -1,4 +1,4 @@
-"""Small tokenizers of the kinds that models have, made by hand: training one would start threads."""
+"""Small tokenizers of the kinds that models have, by hand: training one would start threads."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def byte_level_backend() -> Backend:
 
 
 def llama_backend() -> Backend:
-    """Return a SentencePiece-like tokenizer with byte tokens, as Llama 2's tokenizer.json has it."""
+    """Return a SentencePiece-like tokenizer with byte tokens, as Llama 2 has it."""
     backend = _sentencepiece_model()
     backend.normalizer = normalizers.Sequence(
         [normalizers.Prepend(SPACE), normalizers.Replace(" ", SPACE)]
