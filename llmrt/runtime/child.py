@@ -98,9 +98,8 @@ def run_rank(setup: RankSetup) -> NoReturn:
     """Be rank `setup.rank` in this process, to its end; nothing of the caller's is unwound."""
     code = 1
     try:
-        kept = _become_rank(setup)
-        code = _serve_forked(setup)
-        del kept
+        _kept = _become_rank(setup)  # alive until the process ends
+        code = _serve_owner(setup)
     except SystemExit as error:
         code = error.code if isinstance(error.code, int) else int(error.code is not None)
     except BaseException:
@@ -150,8 +149,12 @@ def _flush_output() -> None:
             file.flush()
 
 
-def _serve_forked(setup: RankSetup) -> int:
-    pipe = Pipe(socket.socket(fileno=setup.channel_fd))
+def _serve_owner(setup: RankSetup) -> int:
+    with contextlib.closing(Pipe(socket.socket(fileno=setup.channel_fd))) as pipe:
+        return _serve_on(pipe, setup)
+
+
+def _serve_on(pipe: Pipe, setup: RankSetup) -> int:
     report = Reporter(pipe)
     if setup.proves_threads:
         openmp.run_parallel_regions()

@@ -59,9 +59,9 @@ def main(control_fd: int, owner_pid: int, is_fork: bool = False) -> NoReturn:
     try:
         _become_guard(owner_pid)
         os.set_inheritable(control_fd, False)
-        kept = _take_over(control_fd) if is_fork else []
-        code = Guard(socket.socket(fileno=control_fd), owner_pid, is_fork).run()
-        del kept
+        _kept = _take_over(control_fd) if is_fork else []  # alive until the process ends
+        guard = Guard(socket.socket(fileno=control_fd), owner_pid, is_fork)
+        code = guard.run()
     except BaseException:
         # Not to sys.stderr: in a fork that is the user's own object until it is replaced.
         os.write(2, traceback.format_exc().encode(errors="backslashreplace"))
