@@ -35,11 +35,9 @@ from llmrt.runtime.channel import (
     decode,
     describe_error,
 )
+from llmrt.runtime.events import THREADS_PROVEN
 from llmrt.runtime.shared_memory import AbortWord
 from llmrt.runtime.signals import STACK_DUMP_SIGNAL, reset_signals
-
-THREADS_PROVEN = "thread pools proven"
-"""The phase a rank of a fork-born guard reports before anything else."""
 
 SETUP_FD = 3
 """Where a rank that was not forked finds its pickled RankSetup."""

@@ -12,7 +12,8 @@ from llmrt.messages import Stop
 from llmrt.outputs import CloseReport, EndedBy, WorkerCloseReport
 from llmrt.runtime import teardown
 from llmrt.runtime.events import Abort, Shutdown, SignalRank
-from llmrt.runtime.supervisor import RankView, Supervisor
+from llmrt.runtime.rank_view import RankView
+from llmrt.runtime.supervisor import Supervisor
 
 
 @dataclass(kw_only=True)
