@@ -268,22 +268,22 @@ class WorkerGroup:
         if os.getpid() != self._owner_pid:
             return CloseReport(workers=(), seconds=0.0)
         if self._report is None:
-            total = self._timeouts.close if timeout is None else timeout
             try:
-                self._report = self._take_down(total)
+                self._take_down(self._timeouts.close if timeout is None else timeout)
             finally:
                 self._is_interrupted = self._is_hurried = False
-        return self._report
+        return self._report or CloseReport(workers=(), seconds=0.0)
 
     def _abandon(self) -> None:
         """Leave nothing of a start that failed."""
         self._take_down(0.0)
+        self._report = None
 
-    def _take_down(self, total: float) -> CloseReport:
+    def _take_down(self, total: float) -> None:
         supervisor = self._supervisor
         if supervisor is None:
-            return CloseReport(workers=(), seconds=0.0)
-        self._closer = GroupCloser(
+            return
+        self._closer = closer = GroupCloser(
             supervisor,
             self._timeouts,
             total,
@@ -291,8 +291,9 @@ class WorkerGroup:
             is_hurried=lambda: self._is_hurried,
         )
         try:
-            return self._closer.run()
+            closer.run()
         finally:
+            self._report = closer.report()
             if self._finalizer is not None:
                 self._finalizer.detach()
             self._supervisor = self._closer = None
