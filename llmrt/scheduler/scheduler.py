@@ -244,10 +244,7 @@ class Scheduler:
             sequence.num_steps_in_flight -= 1
             sequence.num_pending_tokens -= item.samples
             num_run = item.start + item.num_tokens
-            if (
-                sequence.registers_blocks
-                and num_run // block_size > sequence.num_registered_blocks
-            ):
+            if sequence.registers_blocks and num_run // block_size > sequence.num_registered_blocks:
                 self._roster.tables.register(sequence, num_run)
             if sequence.needs_prompt_logprobs and num_run >= sequence.num_prompt_tokens:
                 sequence.needs_prompt_logprobs = False

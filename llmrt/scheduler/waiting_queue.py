@@ -37,12 +37,17 @@ class WaitingQueue:
     def __iter__(self) -> Iterator[Sequence]:
         return iter(self._waiting.values())
 
+    @property
+    def num_entries(self) -> int:
+        """Return how many heap entries there are, dead ones included."""
+        return len(self._by_rank) + len(self._by_age)
+
     def push(self, sequence: Sequence) -> None:
         """Add a sequence at its place."""
         self._waiting[sequence.seq_id] = sequence
         heappush(self._by_rank, (sequence.rank, sequence.seq_id))
         heappush(self._by_age, sequence.seq_id)
-        if len(self._by_age) + len(self._by_rank) > 4 * len(self._waiting) + _SLACK:
+        if self.num_entries > 4 * len(self._waiting) + _SLACK:
             self._rebuild()
 
     def discard(self, sequence: Sequence) -> None:

@@ -192,9 +192,7 @@ class FakeWorker:
 
     def _score(self, state: _State, item: ScheduledSequence) -> list[PromptLogprobs]:
         first = item.start + 1
-        scored = state.token_ids[
-            first : min(first + item.num_tokens, state.spec.num_prompt_tokens)
-        ]
+        scored = state.token_ids[first : min(first + item.num_tokens, state.spec.num_prompt_tokens)]
         positions = tuple(
             TokenLogprobs(token_ids=(t,), logprobs=(-1.0,), ranks=(1,)) for t in scored
         )
