@@ -55,6 +55,18 @@ def test_a_prompt_ahead_of_decodes_leaves_a_token_for_each_of_them() -> None:
         assert [s.num_tokens for s in simulation.batches[-1].scheduled] == [1, 1, 1, 1, 4]
 
 
+def test_a_better_priority_does_not_wait_until_a_long_prompt_has_run() -> None:
+    simulation = Simulation(make_config(max_num_batched_tokens=8))
+    simulation.add(make_request("long", range(40), max_tokens=2, priority=5))
+    simulation.step()
+    simulation.add(make_request("urgent", [7] * 9, max_tokens=2))
+    steps = [simulation.schedule(), simulation.schedule()]
+    chunks = [[(s.seq_id, s.num_tokens) for s in b.scheduled] for b in steps if b]
+    assert chunks == [[(1, 7), (0, 1)], [(1, 2), (0, 6)]]
+    simulation.run()
+    simulation.check_results()
+
+
 def test_a_sequence_whose_token_is_still_in_the_workers_decodes_on() -> None:
     simulation = Simulation(make_config())
     simulation.add(make_request("a", [1, 2, 3], max_tokens=4, ignore_eos=True))
