@@ -91,7 +91,7 @@ class Scheduler:
         self._roster.drop_finished()
         plan = StepPlan(num_tokens_left=self._config.max_num_batched_tokens)
         self._schedule_running(plan)
-        while not plan.preempts and self._admit_next(plan):
+        while self._admit_next(plan):
             pass
         self._schedule_postponed(plan)
         if plan.is_empty:
@@ -181,18 +181,17 @@ class Scheduler:
                 continue
             new_block_ids: tuple[int, ...] = ()
             if tables.is_full(sequence):
-                self._make_room(plan)
+                self._make_room()
                 if index > len(running) or not tables.num_free:
                     continue
                 new_block_ids = (tables.grow(sequence),)
             plan.add(sequence, num_tokens, num_tokens == num_to_run, new_block_ids)
 
-    def _make_room(self, plan: StepPlan) -> None:
+    def _make_room(self) -> None:
         """Preempt the last until a block is free, or is sure to be when a step in flight has run."""
         while not self._roster.tables.num_free and not self._roster.is_retiring:
             self._roster.preempt_last()
             self._num_preemptions += 1
-            plan.preempts = True
 
     def _schedule_postponed(self, plan: StepPlan) -> None:
         """Run chunks of prompts that rank behind the head of the queue with what that has left."""

@@ -18,8 +18,6 @@ class StepPlan:
     decodes: list[ScheduledSequence] = field(default_factory=list[ScheduledSequence])
     prefills: list[ScheduledSequence] = field(default_factory=list[ScheduledSequence])
 
-    preempts: bool = False
-    """Whether a sequence has lost its place for this step."""
     postponed: deque[Sequence] = field(default_factory=deque[Sequence])
     """Running prompts that rank behind the head of the queue; a token is kept for each."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from llmrt.errors import ConfigError, RequestError
+from tests.scheduler.fake_worker import Completion
 from tests.scheduler.simulation import Simulation, make_config, make_request
 
 
@@ -111,7 +112,8 @@ def test_max_tokens_zero_with_prompt_logprobs_scores_the_whole_prompt(
     simulation.add(make_request("a", prompt, max_tokens=0, prompt_logprobs=1, n=n))
     simulation.run()
     for index in range(n):
-        assert simulation.completion("a", index).finish_reason == "length"
+        assert simulation.completion("a", index) == Completion((), "length")
+    assert not any(item.samples for batch in simulation.batches for item in batch.scheduled)
     positions = simulation.collected["a", 0].logprob_positions
     assert positions == list(range(1, num_prompt_tokens))
     simulation.check_all_released()

@@ -129,3 +129,38 @@ def test_prompt_logprobs_are_reported_once_though_the_prompt_runs_twice() -> Non
     introduced = [spec.seq_id for batch in simulation.batches for spec in batch.new]
     assert introduced == [0, 1, 0]
     simulation.check_results()
+
+
+def test_a_prompt_that_was_scored_is_not_scored_again_after_a_preemption() -> None:
+    simulation = Simulation(make_config(num_blocks=10, block_size=4, max_model_len=40))
+    simulation.add(make_request("first", [1, 2, 3], max_tokens=30, ignore_eos=True))
+    scored = make_request("scored", [4, 5, 6], max_tokens=30, ignore_eos=True, prompt_logprobs=1)
+    simulation.add(scored)
+    simulation.run()
+    introduced = [spec for batch in simulation.batches for spec in batch.new if spec.seq_id == 1]
+    assert [spec.params.prompt_logprobs for spec in introduced] == [1, None]
+    simulation.check_results()
+
+
+def test_nobody_is_admitted_only_to_be_preempted_by_the_next_block_that_is_needed() -> None:
+    simulation = Simulation(make_config(num_blocks=4, block_size=4, max_model_len=16))
+    simulation.add(make_request("first", [1] * 12, max_tokens=4, ignore_eos=True))
+    simulation.add(make_request("second", [2] * 3, max_tokens=4, ignore_eos=True))
+    simulation.run()
+    assert simulation.scheduler.stats().num_preemptions == 0
+    simulation.check_results()
+
+
+def test_a_prompt_that_made_way_for_the_head_of_the_queue_can_still_be_preempted() -> None:
+    config = make_config(num_blocks=12, max_num_seqs=3, max_num_batched_tokens=3, max_model_len=48)
+    simulation = Simulation(config)
+    simulation.add(make_request("decodes", [1] * 4, max_tokens=30, ignore_eos=True))
+    simulation.step()
+    simulation.step()
+    simulation.add(make_request("long", [2] * 28, max_tokens=2, priority=1))
+    simulation.step()
+    simulation.add(make_request("large", [3] * 40, max_tokens=2))
+    simulation.run()
+    introduced = [spec.seq_id for batch in simulation.batches for spec in batch.new]
+    assert introduced == [0, 1, 2, 1]
+    simulation.check_results()
