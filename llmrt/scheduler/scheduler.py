@@ -1,15 +1,17 @@
 """Scheduler: decides what every step runs, and keeps the books of what came of it.
 
-The caller alternates `schedule()` and `update()`. It may call `schedule()` once more before the `update()` of the step
-before: one step then runs while the next is prepared. A sequence whose next token is still in the workers can be scheduled
-all the same, for they keep the tokens. If that token turns out to end it, what the later step samples is dropped.
+The caller alternates `schedule()` and `update()`. It may call `schedule()` once more before the
+`update()` of the step before: one step then runs while the next is prepared. A sequence whose next
+token is still in the workers can be scheduled all the same, for they keep the tokens. If that token
+turns out to end it, what the later step samples is dropped.
 
-Workers run steps in order, so what a step reads was written by the steps before it. Even so a block goes back to the free
-ones only when no step in flight runs its sequence.
+Workers run steps in order, so what a step reads was written by the steps before it. Even so a block
+goes back to the free ones only when no step in flight runs its sequence.
 
-Sequences are served by (priority, arrival). Whoever runs gets its token, or a chunk of its prompt unless the head of the
-queue ranks before it. Who needs a block where none is free preempts the last of the running, perhaps itself. Then the
-queue is admitted in order, never past a head that does not fit. So the first sequence of all always moves on, nobody is overtaken by a later one of its own
+Sequences are served by (priority, arrival). Whoever runs gets its token, or a chunk of its prompt
+unless the head of the queue ranks before it. Who needs a block where none is free preempts the last
+of the running, perhaps itself. Then the queue is admitted in order, never past a head that does not
+fit. So the first sequence of all always moves on, nobody is overtaken by a later one of its own
 priority, and better priorities overtake only so often (see WaitingQueue).
 """
 
@@ -20,7 +22,7 @@ from collections import deque
 from llmrt.messages import Batch, BatchResult, PromptLogprobs, SampledToken, SequenceFailure
 from llmrt.outputs import EngineStats
 from llmrt.scheduler.limits import SchedulerConfig
-from llmrt.scheduler.request import Request, Sequence, SequenceStatus
+from llmrt.scheduler.request import Request, Sequence
 from llmrt.scheduler.roster import Roster
 from llmrt.scheduler.step_plan import StepPlan
 from llmrt.scheduler.stopping import ending
@@ -51,7 +53,7 @@ class Scheduler:
     # ---- requests come and go ----
 
     def add(self, request: Request) -> list[Update]:
-        """Take a request, and return what can be said at once: with `max_tokens=0`, that it is over.
+        """Take a request; return what can be said at once: that it is over, with `max_tokens=0`.
 
         Raises:
             RequestError: it can never be served, or a live request has its id.
@@ -150,7 +152,7 @@ class Scheduler:
         )
 
     def reset_prefix_cache(self) -> None:
-        """Forget every cached prefix, as after a change of weights. What runs goes on with its blocks."""
+        """Forget every cached prefix, as after a change of weights; what runs keeps its blocks."""
         self._roster.forget_cached_prefixes()
 
     def check_invariants(self) -> None:
@@ -163,7 +165,7 @@ class Scheduler:
     # ---- scheduling ----
 
     def _schedule_running(self, plan: StepPlan) -> None:
-        """Give each running sequence its token or chunk, by rank, keeping a token for all behind it."""
+        """Give each of the running its token or chunk, and keep a token for each behind it."""
         running = self._roster.running
         tables = self._roster.tables
         head = self._roster.waiting.peek()
@@ -181,29 +183,36 @@ class Scheduler:
                 continue
             new_block_ids: tuple[int, ...] = ()
             if tables.is_full(sequence):
-                self._make_room()
-                if index > len(running) or not tables.num_free:
+                if not self._make_room(sequence):
                     continue
                 new_block_ids = (tables.grow(sequence),)
             plan.add(sequence, num_tokens, num_tokens == num_to_run, new_block_ids)
 
-    def _make_room(self) -> None:
-        """Preempt the last until a block is free, or is sure to be when a step in flight has run."""
-        while not self._roster.tables.num_free and not self._roster.is_retiring:
-            self._roster.preempt_last()
+    def _make_room(self, sequence: Sequence) -> bool:
+        """Preempt the last of the running until a block is free for *sequence*.
+
+        Returns:
+            False where *sequence* must do without: it was itself the last, or blocks come back, but
+            only when a step in flight has run.
+        """
+        while not self._roster.tables.num_free:
+            if self._roster.is_retiring:
+                return False
             self._num_preemptions += 1
+            if self._roster.preempt_last() is sequence:
+                return False
+        return True
 
     def _schedule_postponed(self, plan: StepPlan) -> None:
         """Run chunks of prompts that rank behind the head of the queue with what that has left."""
         while plan.postponed:
             sequence = plan.postponed.popleft()
-            if sequence.status is SequenceStatus.RUNNING:
-                num_to_run = sequence.num_tokens_to_run
-                num_tokens = min(num_to_run, plan.num_spare_tokens)
-                plan.add(sequence, num_tokens, num_tokens == num_to_run, ())
+            num_to_run = sequence.num_tokens_to_run
+            num_tokens = min(num_to_run, plan.num_spare_tokens)
+            plan.add(sequence, num_tokens, num_tokens == num_to_run, ())
 
     def _admit_next(self, plan: StepPlan) -> bool:
-        """Admit or park the head of the queue; return False where it must wait, and all behind it."""
+        """Admit or park the head of the queue; return False where it must wait with all others."""
         roster = self._roster
         sequence = roster.waiting.peek()
         if sequence is None or roster.num_free_seats <= 0 or plan.num_spare_tokens <= 0:

@@ -32,7 +32,7 @@ class StepPlan:
         return not self.decodes and not self.prefills
 
     def add_new(self, sequence: Sequence) -> None:
-        """Introduce *sequence* to the workers, and run as many of its tokens as there is room for."""
+        """Introduce *sequence* to the workers, and run as many of its tokens as fit."""
         self.new.append(sequence.describe())
         num_to_run = sequence.num_tokens_to_run
         num_tokens = min(num_to_run, self.num_spare_tokens)

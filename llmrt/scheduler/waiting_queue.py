@@ -1,11 +1,13 @@
 """WaitingQueue: who is admitted next.
 
-The order is (priority, arrival), and a preempted sequence has kept its arrival, so it comes before all that were never
-admitted. So that nobody waits for ever while better priorities keep arriving, every `MAX_OVERTAKES` admissions past an
-older sequence are followed by one of the oldest, whatever its priority. From then on it ranks before all priorities, so
-that it is not preempted for them either.
+The order is (priority, arrival), and a preempted sequence has kept its arrival, so it comes before
+all that were never admitted. So that nobody waits for ever while better priorities keep arriving,
+every `MAX_OVERTAKES` admissions past an older sequence are followed by one of the oldest, whatever
+its priority. From then on it ranks before all priorities, so that it is not preempted for them
+either.
 
-Two heaps with lazy deletion; no operation looks at more than a few of the waiting, however many there are.
+Two heaps with lazy deletion; no operation looks at more than a few of the waiting, however many
+there are.
 """
 
 from __future__ import annotations

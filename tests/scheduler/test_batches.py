@@ -1,4 +1,5 @@
-"""What a step consists of: decodes and chunks of prompts within the budget, and what the workers are told."""
+"""What a step consists of: decodes and chunks of prompts within the budget, and what the workers
+are told."""
 
 from __future__ import annotations
 

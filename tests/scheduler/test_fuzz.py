@@ -1,4 +1,5 @@
-"""Random requests, arrivals, cancellations and cache sizes: every completion equals the one generated alone."""
+"""Random requests, arrivals, cancellations and cache sizes: every completion equals the one
+generated alone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What is refused at once, with the numbers on both sides, and where a completion ends for want of room."""
+"""What is refused at once, with the numbers on both sides, and where a completion ends for want of
+room."""
 
 from __future__ import annotations
 

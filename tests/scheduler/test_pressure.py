@@ -1,4 +1,5 @@
-"""A cache that is too small for all: everybody finishes, with the tokens that a large cache gives, and in fair order."""
+"""A cache that is too small for all: everybody finishes, with the tokens that a large cache gives,
+and in fair order."""
 
 from __future__ import annotations
 
