@@ -22,7 +22,7 @@ from collections import deque
 from llmrt.messages import Batch, BatchResult, PromptLogprobs, SampledToken, SequenceFailure
 from llmrt.outputs import EngineStats
 from llmrt.scheduler.limits import SchedulerConfig
-from llmrt.scheduler.request import Request, Sequence
+from llmrt.scheduler.request import Request, Sequence, SequenceStatus
 from llmrt.scheduler.roster import Roster
 from llmrt.scheduler.step_plan import StepPlan
 from llmrt.scheduler.stopping import ending
@@ -245,7 +245,9 @@ class Scheduler:
 
     def _unfinished(self, seq_id: int) -> Sequence | None:
         sequence = self._roster.sequences.get(seq_id)
-        return None if sequence is None or sequence.is_finished else sequence
+        if sequence is None or sequence.status is SequenceStatus.FINISHED:
+            return None
+        return sequence
 
     def _count_as_run(self, batch: Batch) -> list[Sequence]:
         """Note that a step has run: its tokens are in the cache, and full blocks can be found.

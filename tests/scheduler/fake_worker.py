@@ -123,7 +123,7 @@ class FakeWorker:
             self._check_reads(state, item.start + item.num_tokens)
         return self._answer(batch.step, runs)
 
-    def touched_slots(self, batch: Batch) -> dict[int, set[int]]:
+    def used_blocks(self, batch: Batch) -> dict[int, set[int]]:
         """Return, by sequence, the blocks that *batch*, the one just executed, may have read or
         written."""
         return {

@@ -113,10 +113,10 @@ class Simulation:
             assert self._results or not self.scheduler.has_unfinished, "stuck"
             return None
         result = self.worker.execute(batch)
-        touched = self.worker.touched_slots(batch)
-        self._check_apart(batch, touched)
+        used = self.worker.used_blocks(batch)
+        self._check_apart(batch, used)
         self.batches.append(batch)
-        self._results.append((result, touched))
+        self._results.append((result, used))
         return batch
 
     def update(self) -> list[Update]:
@@ -179,7 +179,7 @@ class Simulation:
         if collected.token_ids or collected.finish_reason == "length":
             assert positions == wanted
 
-    def _check_apart(self, batch: Batch, touched: dict[int, set[int]]) -> None:
+    def _check_apart(self, batch: Batch, used: dict[int, set[int]]) -> None:
         """Assert that no sequence writes a block which another one uses in a step that is still in
         flight."""
         block_size = self.config.block_size
