@@ -73,10 +73,11 @@ def _chat(options: argparse.Namespace, engine: OpenEngine | None) -> int:
     return 0
 
 
-def _bench(options: argparse.Namespace, engine: OpenEngine) -> int:
+def _bench(options: argparse.Namespace, engine: OpenEngine | None) -> int:
     workloads = select_workloads([name for name in options.workloads.split(",") if name])
+    make_engine = engine or llmrt.Engine
     lines = run_workloads(
-        lambda: engine(options.bench_model, **_bench_engine_options(options)),
+        lambda: make_engine(options.bench_model, **_bench_engine_options(options)),
         workloads,
         repeat=options.repeat,
         tp=options.tp,

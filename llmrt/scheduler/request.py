@@ -47,7 +47,7 @@ class Request:
     logits_processors: bytes = b""
     """cloudpickle of `params.logits_processors`; the callables themselves do not travel."""
     scores_from: int = 0
-    """With prompt_logprobs: the first prompt token that is scored. Those before it may be cached."""
+    """With prompt_logprobs: the first prompt token that is scored; those before may be cached."""
     sequences: tuple[Sequence, ...] = field(init=False, default=())
     """Its `n` completions; made when the scheduler takes the request."""
     num_unfinished: int = field(init=False)
