@@ -6,7 +6,6 @@ ends. A closed engine can be opened again.
 
 from __future__ import annotations
 
-import itertools
 import os
 import threading
 import weakref
@@ -29,21 +28,19 @@ from llmrt.errors import (
     RemoteCallError,
 )
 from llmrt.generation import Generation, GenerationFuture
-from llmrt.intake import (
-    Intake,
-    Limits,
-    Message,
-    Prompt,
-    as_conversations,
-    as_prompts,
-    default_params,
-    is_conversation,
-    params_per_prompt,
-)
-from llmrt.launch_plan import LaunchPlan, make_launch_plan
+from llmrt.intake import Message, Prompt
+from llmrt.launch_plan import make_launch_plan
 from llmrt.messages import CallFunction, FunctionRaised, FunctionReturned
+from llmrt.opened import Opened
 from llmrt.options import reject_unknown_options
-from llmrt.outputs import CloseReport, EngineStats, RequestOutput, TimelineEntry, WorkerInfo
+from llmrt.outputs import (
+    CloseReport,
+    EngineStats,
+    RequestOutput,
+    Score,
+    TimelineEntry,
+    WorkerInfo,
+)
 from llmrt.runtime.live_sessions import track
 from llmrt.sampling import SamplingParams
 from llmrt.session import RemoteCall, Session, SessionState
@@ -158,9 +155,8 @@ class Engine:
         self._lifecycle = threading.RLock()
         self._session: Session | None = None
         self._open_cancelled = False
-        self._opened: _Opened | None = None
+        self._opened: Opened | None = None
         self._finalizer: weakref.finalize[..., Engine] | None = None
-        self._request_numbers = itertools.count()
 
     # ---- life ----
 
@@ -291,10 +287,8 @@ class Engine:
     ) -> GenerationFuture:
         """Queue one prompt and return a future of its RequestOutput; `cancel()` aborts it."""
         opened = self._require_open()
-        request, text = opened.intake.request(
-            request_id or self._new_request_id(), prompt, params, priority=priority
-        )
-        return self._send(request, text).future
+        generation = opened.prompt(prompt, params, priority, request_id=request_id)
+        return opened.send(generation).future
 
     def stream(
         self,
@@ -309,6 +303,32 @@ class Engine:
         Dropping, closing or leaving the iterator aborts the request.
         """
         return Stream(*self.begin_stream(prompt, params, priority, template_options), owner=self)
+
+    def score(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        continuations: Prompt | Sequence[Prompt],
+        *,
+        priority: int = 0,
+    ) -> list[Score]:
+        """Return how likely the model finds each continuation of its prompt.
+
+        Args:
+            prompts: One for each continuation, or one for all of them.
+            continuations: Text or token ids. Text is tokenised together with its prompt, and
+                scored from the first token that the prompt alone does not have.
+            priority: Lower runs first.
+
+        Raises:
+            RequestError: a continuation adds no token, or has nothing before it.
+        """
+        generations = self.begin_scores(prompts, continuations, priority)
+        return scores_of(generations, _results([g.future for g in generations]))
+
+    @property
+    def default_params(self) -> SamplingParams:
+        """What a request without parameters gets: generation_config.json's, or vLLM's, defaults."""
+        return self._require_open().limits.default_params
 
     # ---- workers ----
 
@@ -361,13 +381,8 @@ class Engine:
         priority: int,
     ) -> list[GenerationFuture]:
         """Check every prompt, then queue them all; return their futures in order."""
-        items = as_prompts(prompts)
-        intake = self._require_open().intake
-        built = [
-            intake.request(self._new_request_id(), prompt, p, priority=priority)
-            for prompt, p in zip(items, params_per_prompt(params, len(items)), strict=True)
-        ]
-        return [self._send(request, text).future for request, text in built]
+        opened = self._require_open()
+        return [opened.send(g).future for g in opened.prompts(prompts, params, priority)]
 
     def submit_chats(
         self,
@@ -377,13 +392,9 @@ class Engine:
         template_options: Mapping[str, Any],
     ) -> list[GenerationFuture]:
         """Check every conversation, then queue them all; return their futures in order."""
-        chats = as_conversations(messages)
         opened = self._require_open()
-        built = [
-            opened.chat_request(self._new_request_id(), chat, p, priority, template_options)
-            for chat, p in zip(chats, params_per_prompt(params, len(chats)), strict=True)
-        ]
-        return [self._send(request, text).future for request, text in built]
+        chats = opened.chats(messages, params, priority, template_options)
+        return [opened.send(g).future for g in chats]
 
     def begin_stream(
         self,
@@ -394,19 +405,20 @@ class Engine:
     ) -> tuple[StreamBuffer, Callable[[], None]]:
         """Queue one request; return where its increments arrive and what aborts it."""
         opened = self._require_open()
-        request_id = self._new_request_id()
-        if is_conversation(prompt):
-            request, text = opened.chat_request(
-                request_id, prompt, params, priority, template_options
-            )
-        elif template_options:
-            names = ", ".join(sorted(template_options))
-            raise TypeError(f"stream() has no option {names} for a prompt that is not a chat.")
-        else:
-            request, text = opened.intake.request(request_id, prompt, params, priority=priority)
-        generation = self._send(request, text, streaming=True)
+        generation = opened.streamed(prompt, params, priority, template_options)
         assert generation.buffer is not None
-        return generation.buffer, opened.aborter(request_id)
+        opened.send(generation)
+        return generation.buffer, opened.aborter(generation.request.request_id)
+
+    def begin_scores(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        continuations: Prompt | Sequence[Prompt],
+        priority: int,
+    ) -> list[Generation]:
+        """Check every continuation, then queue them all."""
+        opened = self._require_open()
+        return [opened.send(g) for g in opened.scores(prompts, continuations, priority)]
 
     def begin_call(
         self,
@@ -445,22 +457,10 @@ class Engine:
             except BaseException:
                 session.close(0.0)
                 raise
-        self._opened = _Opened(session, plan, tokenizer, checkpoint.generation_config)
+        self._opened = Opened(session, plan, tokenizer, checkpoint.generation_config)
         self._finalizer = weakref.finalize(self, Session.drop, session)
         self._finalizer.atexit = False
         track(session)
-
-    def _send(self, request: Any, text: str | None, *, streaming: bool = False) -> Generation:
-        opened = self._require_open()
-        generation = Generation(
-            request,
-            text,
-            opened.tokenizer,
-            on_cancel=opened.aborter(request.request_id),
-            streaming=streaming,
-        )
-        opened.session.add(generation)
-        return generation
 
     def _wait_for_call(self, call: RemoteCall, timeout: float | None) -> list[Any]:
         try:
@@ -479,7 +479,7 @@ class Engine:
         self._check_owner()
         return self._session
 
-    def _require_open(self) -> _Opened:
+    def _require_open(self) -> Opened:
         session = self._require_session()
         if session.is_own_thread:
             raise LlmrtError(
@@ -501,50 +501,6 @@ class Engine:
                 "its own here."
             )
 
-    def _new_request_id(self) -> str:
-        return f"request-{next(self._request_numbers)}"
-
-
-class _Opened:
-    """What the verbs of an open engine need."""
-
-    def __init__(
-        self,
-        session: Session,
-        plan: LaunchPlan,
-        tokenizer: Tokenizer,
-        generation_config: Mapping[str, Any] | None,
-    ) -> None:
-        self.session = session
-        self.tokenizer = tokenizer
-        eos = set(plan.model.eos_token_ids)
-        if tokenizer.eos_token_id is not None:
-            eos.add(tokenizer.eos_token_id)
-        self.limits = Limits(
-            vocab_size=plan.model.vocab_size,
-            eos_token_ids=tuple(sorted(eos)),
-            default_params=default_params(generation_config),
-        )
-        self.intake = Intake(tokenizer, self.limits, plan.options.seed)
-
-    def chat_request(
-        self,
-        request_id: str,
-        messages: Sequence[Message],
-        params: SamplingParams | None,
-        priority: int,
-        template_options: Mapping[str, Any],
-    ) -> tuple[Any, str | None]:
-        text = self.tokenizer.apply_chat_template(messages, **template_options)
-        return self.intake.request(
-            request_id, text, params, priority=priority, add_special_tokens=False
-        )
-
-    def aborter(self, request_id: str) -> Callable[[], None]:
-        """Return what aborts a request; it holds the session, not the engine."""
-        session = self.session
-        return lambda: session.abort(request_id)
-
 
 def _results(futures: Sequence[Future[RequestOutput]]) -> list[RequestOutput]:
     """Wait for all; where one fails, or the caller is interrupted, abort the others."""
@@ -554,6 +510,12 @@ def _results(futures: Sequence[Future[RequestOutput]]) -> list[RequestOutput]:
         for future in futures:
             future.cancel()
         raise
+
+
+def scores_of(generations: Sequence[Generation], outputs: Sequence[RequestOutput]) -> list[Score]:
+    """Return the scores that requests of `begin_scores` have brought."""
+    scored = zip(generations, outputs, strict=True)
+    return [Score.of(output, generation.request.scores_from) for generation, output in scored]
 
 
 def results_of_call(replies: Sequence[FunctionReturned | FunctionRaised]) -> list[Any]:

@@ -31,6 +31,7 @@ from llmrt.errors import (
     EngineDeadError,
     EngineStartError,
     LlmrtError,
+    RemoteCallError,
     RequestError,
     WorkerFailedError,
 )
@@ -51,6 +52,7 @@ from llmrt.outputs import CloseReport, TimelineEntry, WorkerInfo
 from llmrt.runtime.supervisor import PendingCall, WorkerOutput
 from llmrt.runtime.worker_group import WorkerGroup
 from llmrt.scheduler.loop import StepLoop
+from llmrt.scheduler.request import Request
 from llmrt.scheduler.scheduler import Scheduler
 from llmrt.scheduler.updates import (
     PromptLogprobsUpdate,
@@ -133,6 +135,11 @@ class Session:
     def start(self) -> None:
         """Start the thread; `started` tells when the workers serve."""
         self._thread.start()
+
+    def check(self, request: Request) -> None:
+        """Raise RequestError where a request can never be served."""
+        assert self.scheduler is not None
+        self.scheduler.check(request)
 
     def add(self, generation: Generation) -> None:
         """Queue a request; its future tells how it ends."""
@@ -267,11 +274,12 @@ class Session:
         if generation.future.cancelled():
             return
         try:
-            scheduler.add(generation.request)
+            updates = scheduler.add(generation.request)
         except RequestError as error:
             generation.fail(error)
         else:
             self._generations[generation.request.request_id] = generation
+            self._deliver(updates)
 
     def _deliver(self, updates: Sequence[Update]) -> None:
         assert self.scheduler is not None
@@ -289,7 +297,7 @@ class Session:
                 case SequenceFinished():
                     generation.accept_end(update)
                 case SequenceFailed():
-                    generation.fail(_as_request_error(update))
+                    generation.fail(_as_error(update))
                     self.scheduler.abort(update.request_id)
             if generation.future.done():
                 self._forget(generation)
@@ -411,10 +419,15 @@ def _fail(future: Future[list[FunctionReturned | FunctionRaised]], error: LlmrtE
         future.set_exception(error)
 
 
-def _as_request_error(update: SequenceFailed) -> RequestError:
-    return RequestError(
-        f"request {update.request_id!r} failed on {update.failure}\n{update.failure.traceback}"
-    )
+def _as_error(update: SequenceFailed) -> LlmrtError:
+    failure = update.failure
+    if update.by_user_code:
+        return RemoteCallError(
+            f"a logits processor of request {update.request_id!r} raised on {failure}\n"
+            f"{failure.traceback}",
+            failures=(failure,),
+        )
+    return RequestError(f"request {update.request_id!r} cannot go on: {failure.message}")
 
 
 def _as_start_error(error: BaseException) -> EngineStartError:
