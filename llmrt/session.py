@@ -22,6 +22,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, InvalidStateError
+from contextvars import Context, copy_context
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import cast
@@ -86,6 +87,8 @@ class RemoteCall:
     future: Future[list[FunctionReturned | FunctionRaised]] = field(
         default_factory=Future[list[FunctionReturned | FunctionRaised]]
     )
+    context: Context = field(default_factory=copy_context)
+    """Whose call it is, to libraries that ask: a notebook's cell, an asyncio task."""
     abandoned_at: float | None = None
     """When its caller stopped waiting: from then on it has as long as a step."""
 
@@ -111,6 +114,8 @@ class Session:
         self._plan = plan
         self._timeouts = plan.timeouts
         self._on_phase = on_phase
+        self._on_output = on_output
+        self._opener: Context | None = copy_context()
         self._opened_at = time.monotonic()
         self._inbox: deque[Generation | RemoteCall] = deque()
         self._aborts: deque[str] = deque()
@@ -125,7 +130,7 @@ class Session:
             plan.spec,
             plan.launcher,
             plan.timeouts,
-            on_output=on_output,
+            on_output=self._forward_output,
             on_phase=self._note_phase,
         )
         self._thread = threading.Thread(target=self._run, name="llmrt-engine", daemon=True)
@@ -238,6 +243,7 @@ class Session:
         self.scheduler = Scheduler(self._plan.scheduler_config(num_blocks))
         self._note_phase(None, "ready", "")
         self.state = SessionState.RUNNING
+        self._opener = None
         self.started.set_result(None)
 
     def _command(self, command: Load | AllocateCache) -> list[object]:
@@ -318,8 +324,9 @@ class Session:
         if pending.missing:
             self.group.poll(self._patience(remote_call))
         if not pending.missing:
-            self._active = None
             replies = self.group.wait(pending, self._timeouts.step)
+            self.group.catch_up_with_output()  # what it printed comes before what it returned
+            self._active = None
             with contextlib.suppress(InvalidStateError):  # its caller has left
                 remote_call.future.set_result(
                     cast("list[FunctionReturned | FunctionRaised]", replies)
@@ -397,7 +404,21 @@ class Session:
             seconds=time.monotonic() - self._opened_at, rank=rank, phase=phase, detail=detail
         )
         self.timeline.append(entry)
-        self._on_phase(entry)
+        self._caller().run(self._on_phase, entry)
+
+    def _forward_output(self, output: WorkerOutput) -> None:
+        self._caller().run(self._on_output, output)
+
+    def _caller(self) -> Context:
+        """Return the context of whoever waits for what happens now.
+
+        What is shown in it reaches them: in a notebook it lands in the cell that caused it.
+        """
+        if self._active is not None:
+            return self._active[0].context
+        for generation in self._generations.values():
+            return generation.context
+        return self._opener or Context()
 
 
 class _GroupSteps:

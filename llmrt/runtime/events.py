@@ -1,7 +1,8 @@
 """What a launcher tells the owner of a group, and what the owner tells it.
 
-    owner ── Setup (once), SignalRank, DumpStacks, Abort, Shutdown ──► guard
-    owner ◄── Phase, RankStarted, RankExited, Output, RankState, Stacks, LaunchFailed ── guard
+    owner ── Setup (once), SignalRank, DumpStacks, ForwardOutput, Abort, Shutdown ──► guard
+    owner ◄── Phase, RankStarted, RankExited, Output, OutputForwarded, RankState, Stacks,
+              LaunchFailed ── guard
 
 GuardExited is what the owner's side of the launcher adds when the guard itself is gone.
 """
@@ -54,6 +55,13 @@ class DumpStacks:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class ForwardOutput:
+    """Pass on what these ranks have printed by now, then say OutputForwarded for each."""
+
+    ranks: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Abort:
     """Tell ranks that wait for a peer to give up."""
 
@@ -66,7 +74,7 @@ class Shutdown:
     """Whether the launcher's process is killed instead of asked."""
 
 
-ControlCommand = SignalRank | DumpStacks | Abort | Shutdown
+ControlCommand = SignalRank | DumpStacks | ForwardOutput | Abort | Shutdown
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -111,6 +119,13 @@ class Output:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class OutputForwarded:
+    """What a rank had printed when ForwardOutput came has been sent."""
+
+    rank: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Stacks:
     """A part of a rank's answer to DumpStacks."""
 
@@ -144,4 +159,14 @@ class GuardExited:
     output_tail: tuple[str, ...] = ()
 
 
-Event = Phase | RankStarted | RankExited | Output | Stacks | RankState | LaunchFailed | GuardExited
+Event = (
+    Phase
+    | RankStarted
+    | RankExited
+    | Output
+    | OutputForwarded
+    | Stacks
+    | RankState
+    | LaunchFailed
+    | GuardExited
+)

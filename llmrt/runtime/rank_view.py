@@ -62,6 +62,8 @@ class RankView:
     closed_at: float | None = None
     """When its channel came to its end, while nobody said that it ended."""
     is_hung: bool = False
+    owes_output: bool = False
+    """Whether lines that it printed may still be on their way."""
     state: str = ""
     stacks: str = ""
 

@@ -34,9 +34,11 @@ from llmrt.runtime.events import (
     THREADS_PROVEN,
     DumpStacks,
     Event,
+    ForwardOutput,
     GuardExited,
     LaunchFailed,
     Output,
+    OutputForwarded,
     Phase,
     RankExited,
     RankStarted,
@@ -122,6 +124,14 @@ class Supervisor:
         """Have ranks write their stacks, and wait for as much of that as comes."""
         self.launched.tell(DumpStacks(ranks=tuple(view.rank for view in views)))
         self.pump_for(seconds)
+
+    def catch_up_with_output(self, seconds: float) -> None:
+        """Handle what ranks have printed by now: their answers take a shorter way."""
+        views = [view for view in self.ranks if view.is_alive]
+        for view in views:
+            view.owes_output = True
+        self.launched.tell(ForwardOutput(ranks=tuple(view.rank for view in views)))
+        self.pump_for(seconds, until=lambda: not any(v.owes_output and v.is_alive for v in views))
 
     # ---- calls ----
 
@@ -274,6 +284,8 @@ class Supervisor:
                 self._on_output(
                     WorkerOutput(rank=rank, stream=stream, text=text, num_dropped_lines=num_dropped)
                 )
+            case OutputForwarded(rank=rank):
+                self.ranks[rank].owes_output = False
             case Stacks(rank=rank, text=text):
                 self.ranks[rank].stacks += text
             case RankState(rank=rank, state=state):

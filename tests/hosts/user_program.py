@@ -10,6 +10,7 @@ import os
 import sys
 import time
 from collections import Counter
+from collections.abc import Callable
 
 import psutil
 
@@ -34,12 +35,15 @@ def kinds_of_descriptors() -> list:
             target = os.readlink(f"/proc/self/fd/{name}")
         except OSError:
             continue
-        if target.startswith(("socket:", "pipe:", "anon_inode:", "/memfd:")):
+        # An eventfd is none of ours: ipykernel keeps one for every thread that printed.
+        if target.startswith(("anon_inode:[eventpoll]", "anon_inode:[pidfd]", "/memfd:llmrt")):
+            kinds.append(target)
+        elif target.startswith(("socket:", "pipe:")):
             kinds.append(target.partition("[")[0])
     return kinds
 
 
-def use(llm: Engine, function) -> dict:
+def use(llm: Engine, function: Callable) -> dict:
     """Ask an open engine for an answer and for what the function finds in its workers."""
     answer = llm.generate("a", SamplingParams(temperature=0, max_tokens=4, ignore_eos=True))[0]
     return {
