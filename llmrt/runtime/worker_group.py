@@ -108,6 +108,12 @@ class WorkerGroup:
         self._is_hurried = True
         self.wake()
 
+    def cut_off(self) -> None:
+        """Have every process killed; the last resort where the group's own thread is stuck."""
+        supervisor = self._supervisor
+        if supervisor is not None:
+            let_go(self._owner_pid, supervisor.launched.lifeline, ())
+
     # ---- start ----
 
     def start(self) -> None:
