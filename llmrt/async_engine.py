@@ -20,6 +20,7 @@ from llmrt.streams import AsyncStream
 if TYPE_CHECKING:
     import os
 
+    from llmrt.backend_choice import Backend
     from llmrt.runtime.start_method import StartMethod
 
 Result = TypeVar("Result")
@@ -146,6 +147,11 @@ class AsyncEngine:
     def start_method(self) -> StartMethod:
         """How the guard was started, and why."""
         return self._engine.start_method
+
+    @property
+    def backend(self) -> Backend:
+        """Where the workers run, and why."""
+        return self._engine.backend
 
     @property
     def timeline(self) -> tuple[TimelineEntry, ...]:
