@@ -29,6 +29,7 @@ from llmrt.tokenizer import Tokenizer
 if TYPE_CHECKING:
     import os
 
+    from llmrt.backend_choice import Backend
     from llmrt.runtime.start_method import StartMethod
 
 Result = TypeVar("Result")
@@ -180,6 +181,11 @@ class AsyncEngine:
     def start_method(self) -> StartMethod:
         """How the guard was started, and why."""
         return self._engine.start_method
+
+    @property
+    def backend(self) -> Backend:
+        """Where the workers run, and why."""
+        return self._engine.backend
 
     @property
     def timeline(self) -> tuple[TimelineEntry, ...]:

@@ -35,6 +35,7 @@ from llmrt.streams import Stream, StreamBuffer
 from llmrt.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
+    from llmrt.backend_choice import Backend
     from llmrt.runtime.start_method import StartMethod
 
 
@@ -48,8 +49,8 @@ class Engine:
         model: A directory or GGUF file, a Hub id, or None for the small default model
             (SmolLM2-135M-Instruct).
         tp: Number of ranks the model is split over (tensor parallelism).
-        backend: `auto`, `mp` (worker processes on this machine), `inprocess` (no worker process,
-            for debugging), or a Launcher.
+        backend: `auto`, `mp` (worker processes on this machine), `ray` (on a Ray cluster),
+            `inprocess` (no worker process, for debugging), or a Launcher.
         device: `auto`, `cpu` or `cuda`.
         dtype: `auto` (as the checkpoint is stored), `float32`, `bfloat16` or `float16`.
         start_method: `auto`, `fork` or `spawn`: how the process that owns the workers is born.
@@ -63,7 +64,8 @@ class Engine:
         quantization: Reserved.
         num_threads: Native threads per rank on a CPU; None is its share of the cores.
         seed: Of the requests that have none of their own.
-        placement_group: A Ray placement group, for `backend="ray"`.
+        placement_group: A Ray placement group for the workers; with none, the one that this
+            process runs in, or a new one.
         timeouts: Every limit on waiting.
         progress: Show progress on stderr: True, False, or `auto` (in a terminal or notebook).
         env: Environment variables for the workers, beside those they inherit.
@@ -327,6 +329,11 @@ class Engine:
     def start_method(self) -> StartMethod:
         """How the guard was started, and why."""
         return self._life.require_session().group.start_method
+
+    @property
+    def backend(self) -> Backend:
+        """Where the workers run (`.name`), and why (`.reason`)."""
+        return self._require_session().backend
 
     @property
     def timeline(self) -> tuple[TimelineEntry, ...]:

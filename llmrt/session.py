@@ -116,6 +116,7 @@ class Session:
         self.error: LlmrtError | None = None
         """Why calls fail once the session has ended."""
         self.scheduler: Scheduler | None = None
+        self.backend = plan.backend
         self._plan = plan
         self._timeouts = plan.timeouts
         self._on_phase = on_phase

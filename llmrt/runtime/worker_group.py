@@ -85,7 +85,9 @@ class WorkerGroup:
             state = "exited"
         elif self._closer is not None:
             state = "stopping"
-        return WorkerInfo(rank=view.rank, pid=view.pid, host=host, device="", state=state)
+        return WorkerInfo(
+            rank=view.rank, pid=view.pid, host=view.host or host, device="", state=state
+        )
 
     # ---- from any thread ----
 
