@@ -17,8 +17,10 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
 import threading
 import time
+import traceback
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, InvalidStateError
@@ -62,6 +64,12 @@ from llmrt.scheduler.updates import (
     TokenUpdate,
     Update,
 )
+
+_ATTENTION_SECONDS = 3.0
+"""How long the session's thread has at least to turn to the stop ladder."""
+
+_CLOSE_GRACE_SECONDS = 12.0
+"""How long after its deadline the stop ladder has given up in any case."""
 
 
 class SessionState(Enum):
@@ -111,6 +119,7 @@ class Session:
         self.error: LlmrtError | None = None
         """Why calls fail once the session has ended."""
         self.scheduler: Scheduler | None = None
+        self.backend = plan.backend
         self._plan = plan
         self._timeouts = plan.timeouts
         self._on_phase = on_phase
@@ -125,7 +134,9 @@ class Session:
         self._calls: deque[RemoteCall] = deque()
         self._active: tuple[RemoteCall, PendingCall] | None = None
         self._devices: tuple[str, ...] = ()
+        self._has_begun = threading.Lock()  # taken once: by the thread, or to keep it from running
         self._ended = threading.Event()
+        self._close_error: BaseException | None = None
         self.group = WorkerGroup(
             plan.spec,
             plan.launcher,
@@ -138,8 +149,18 @@ class Session:
     # ---- called from any thread ----
 
     def start(self) -> None:
-        """Start the thread; `started` tells when the workers serve."""
-        self._thread.start()
+        """Start the thread; `started` tells when the workers serve.
+
+        Raises:
+            EngineStartError: this process can have no more threads.
+        """
+        try:
+            self._thread.start()
+        except RuntimeError as error:
+            raise EngineStartError(
+                f"the engine did not start: {error}. Each open engine is one thread of this "
+                "process; see `ulimit -u`."
+            ) from error
 
     def check(self, request: Request) -> None:
         """Raise RequestError where a request can never be served."""
@@ -182,20 +203,49 @@ class Session:
         """Stop everything within *timeout* seconds and return how the workers ended.
 
         Ctrl-C moves the deadline to now; KeyboardInterrupt is raised when all are gone.
+
+        Raises:
+            LlmrtError: a callback keeps the session's thread, which alone can end it in order; or
+                the caller is that callback. The workers are killed.
         """
-        self._set_deadline(time.monotonic() + timeout)
-        self.ask_to_close()
         interrupted = False
         while not self._ended.is_set():
             try:
-                self._ended.wait()
+                self._wait_for_end(timeout)
             except KeyboardInterrupt:
-                interrupted = True
-                self.group.hurry()
-        self._thread.join()
+                interrupted, timeout = True, 0.0
         if interrupted:
             raise KeyboardInterrupt
+        if self._close_error is not None:
+            raise self._close_error
         return self.report
+
+    def _wait_for_end(self, timeout: float) -> None:
+        self._set_deadline(time.monotonic() + timeout)
+        self.ask_to_close()
+        if timeout == 0:
+            self.group.hurry()
+        if self._has_begun.acquire(blocking=False):  # its thread has not run, and now never will
+            self._end()
+        if self.is_own_thread:
+            raise LlmrtError(
+                "close() was called from a callback on the engine's own thread, for which it would "
+                "have to wait: the engine closes when the callback has returned."
+            )
+        if not self._comes_to_its_end(timeout):
+            self.group.cut_off()
+            raise LlmrtError(
+                "the engine's own thread does not come back, from a callback of yours or a logging "
+                f"handler; its workers were killed. It is here:\n{_stack_of(self._thread)}"
+            )
+        if self._thread.ident is not None:
+            self._thread.join()
+
+    def _comes_to_its_end(self, timeout: float) -> bool:
+        if self._ended.wait(max(timeout, _ATTENTION_SECONDS)):
+            return True
+        is_at_it = self.state in (SessionState.CLOSING, SessionState.DEAD)
+        return is_at_it and self._ended.wait(_CLOSE_GRACE_SECONDS)
 
     @property
     def workers(self) -> tuple[WorkerInfo, ...]:
@@ -223,15 +273,23 @@ class Session:
     # ---- the session's thread ----
 
     def _run(self) -> None:
+        if not self._has_begun.acquire(blocking=False):
+            return
         try:
-            self._bring_up()
-            self._serve()
-        except (
-            BaseException
-        ) as error:  # whatever it is, it ends the session and reaches its callers
-            self._record(error)
-        finally:
+            self._work()
             self._shut_down()
+        except BaseException as error:  # it belongs to whoever closes
+            self._close_error = error
+        finally:
+            self._end()
+
+    def _work(self) -> None:
+        try:
+            if not self._close_asked:
+                self._bring_up()
+            self._serve()
+        except BaseException as error:  # whatever it is, it ends the session and its callers' waits
+            self._record(error)
 
     def _bring_up(self) -> None:
         self.group.start()
@@ -250,7 +308,8 @@ class Session:
         return self.group.call(command, self._timeouts.start_progress, renew_on_progress=True)
 
     def _serve(self) -> None:
-        assert self.scheduler is not None
+        if self.scheduler is None:  # closed before it was up
+            return
         loop = StepLoop(self.scheduler, _GroupSteps(self.group, self._timeouts.step), self._deliver)
         while not self._close_asked:
             self._take_messages(self.scheduler)
@@ -356,22 +415,27 @@ class Session:
             self.error.__cause__ = error
 
     def _shut_down(self) -> None:
-        died = self.error is not None
-        self.state = SessionState.DEAD if died else SessionState.CLOSING
+        self.state = SessionState.CLOSING if self.error is None else SessionState.DEAD
+        self._set_error()
+        self._fail_running()
+        self.report = self.group.close(self._time_to_close())
+
+    def _set_error(self) -> LlmrtError:
         if self.error is None:
             self.error = EngineClosedError(
                 "the engine was closed; open it again with `with` or `.open()`."
             )
-        self._fail_running()
-        try:
-            self.report = self.group.close(self._time_to_close())
-        finally:
-            if not died:
-                self.state = SessionState.CLOSED
-            self._ended.set()
-            self._fail_inbox()
-            if not self.started.done():
-                self.started.set_exception(self.error)
+        return self.error
+
+    def _end(self) -> None:
+        """Say that nothing is left. It runs once, on whichever thread `_has_begun` fell to."""
+        error = self._set_error()
+        if self.state is not SessionState.DEAD:
+            self.state = SessionState.CLOSED
+        self._ended.set()
+        self._fail_inbox()
+        if not self.started.done():
+            self.started.set_exception(error)
 
     def _time_to_close(self) -> float:
         if self._close_deadline is None:
@@ -379,32 +443,35 @@ class Session:
         return max(0.0, self._close_deadline - time.monotonic())
 
     def _fail_running(self) -> None:
-        assert self.error is not None
-        for generation in list(self._generations.values()):
-            generation.fail(self.error)
-        self._generations.clear()
+        waiting: list[Generation | RemoteCall] = [*self._generations.values(), *self._calls]
         if self._active is not None:
-            self._calls.appendleft(self._active[0])
-            self._active = None
-        while self._calls:
-            _fail(self._calls.popleft().future, self.error)
+            waiting.insert(0, self._active[0])
+        self._generations.clear()
+        self._calls.clear()
+        self._active = None
+        for message in waiting:
+            self._fail(message)
 
     def _fail_inbox(self) -> None:
-        assert self.error is not None
         with contextlib.suppress(IndexError):  # two threads may empty it together
             while True:
-                message = self._inbox.popleft()
-                if isinstance(message, RemoteCall):
-                    _fail(message.future, self.error)
-                else:
-                    message.fail(self.error)
+                self._fail(self._inbox.popleft())
+
+    def _fail(self, message: Generation | RemoteCall) -> None:
+        """End one caller's wait; what its callbacks raise must not keep it from the others."""
+        with contextlib.suppress(BaseException):
+            if isinstance(message, RemoteCall):
+                message.future.set_exception(self._set_error())
+            else:
+                message.fail(self._set_error())
 
     def _note_phase(self, rank: int | None, phase: str, detail: str) -> None:
         entry = TimelineEntry(
             seconds=time.monotonic() - self._opened_at, rank=rank, phase=phase, detail=detail
         )
         self.timeline.append(entry)
-        self._caller().run(self._on_phase, entry)
+        with contextlib.suppress(Exception):  # a closed stderr keeps no engine from starting
+            self._caller().run(self._on_phase, entry)
 
     def _forward_output(self, output: WorkerOutput) -> None:
         self._caller().run(self._on_output, output)
@@ -435,9 +502,9 @@ class _GroupSteps:
         return cast("BatchResult", self._group.wait(handle, self._step_timeout)[0])
 
 
-def _fail(future: Future[list[FunctionReturned | FunctionRaised]], error: LlmrtError) -> None:
-    with contextlib.suppress(InvalidStateError):
-        future.set_exception(error)
+def _stack_of(thread: threading.Thread) -> str:
+    frame = sys._current_frames().get(thread.ident or 0)  # pyright: ignore[reportPrivateUsage]
+    return "".join(traceback.format_stack(frame)) if frame is not None else "(ended)"
 
 
 def _as_error(update: SequenceFailed) -> LlmrtError:

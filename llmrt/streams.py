@@ -130,7 +130,11 @@ class Stream(Iterator[Increment]):
             increment = self._reading.take()
             if increment is not None:
                 return increment
-            self._news.wait()
+            try:
+                self._news.wait()
+            except BaseException:  # Ctrl-C: a traceback that is kept would keep the request running
+                self._reading.abort()
+                raise
 
     def close(self) -> None:
         """Abort the request if it still runs; iteration ends after what is pending."""

@@ -52,6 +52,8 @@ class RankView:
     rank: int
     channel: Channel
     pid: int = 0
+    host: str = ""
+    """Where it runs, if not on the launcher's host."""
     phase: str = "waiting for the guard"
     is_ready: bool = False
     """Whether its worker exists and answers calls."""

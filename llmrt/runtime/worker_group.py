@@ -86,7 +86,9 @@ class WorkerGroup:
             state = "exited"
         elif self._closer is not None:
             state = "stopping"
-        return WorkerInfo(rank=view.rank, pid=view.pid, host=host, device="", state=state)
+        return WorkerInfo(
+            rank=view.rank, pid=view.pid, host=view.host or host, device="", state=state
+        )
 
     # ---- from any thread ----
 
@@ -108,6 +110,12 @@ class WorkerGroup:
         """Move the deadline of the current or next `close` to now."""
         self._is_hurried = True
         self.wake()
+
+    def cut_off(self) -> None:
+        """Have every process killed; the last resort where the group's own thread is stuck."""
+        supervisor = self._supervisor
+        if supervisor is not None:
+            let_go(self._owner_pid, supervisor.launched.lifeline, ())
 
     # ---- start ----
 
