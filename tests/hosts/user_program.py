@@ -17,6 +17,7 @@ import psutil
 from llmrt import Engine, SamplingParams
 
 MODEL = os.environ["HOSTS_MODEL"]
+HAD_TORCH = "torch" in sys.modules
 TYPED_HERE = "known in the user's program alone"
 
 
@@ -61,7 +62,7 @@ def finish(facts: dict) -> None:
     while (left := things_of_this_process() - BEFORE) and time.monotonic() < deadline:
         time.sleep(0.02)
     facts["left"] = sorted(left)
-    facts["torch imported"] = "torch" in sys.modules
+    facts["torch came"] = "torch" in sys.modules and not HAD_TORCH
     with open(os.environ["HOSTS_FACTS"], "a") as file:
         file.write(json.dumps(facts) + "\n")
 

@@ -88,5 +88,5 @@ class Workplace:
             assert reason in seen["reason"]
             assert seen["returned"] == RETURNED
             assert seen["left"] == []
-            assert not seen["torch imported"]
+            assert not seen["torch came"]
             wait_until_gone(seen["pids"], 5.0)
