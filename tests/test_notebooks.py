@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,16 +10,6 @@ import pytest
 
 NOTEBOOKS = sorted((Path(__file__).parents[1] / "notebooks").glob("*.ipynb"))
 BY_NAME = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _loop_of_jupyter_client() -> Iterator[None]:
-    """Make the event loop that jupyter_client keeps for its thread, and close it in the end."""
-    from jupyter_core.utils import ensure_event_loop
-
-    loop = ensure_event_loop()
-    yield
-    loop.close()
 
 
 def code_cells(notebook: Any) -> list[Any]:
@@ -44,6 +33,7 @@ def test_a_notebook_is_stored_without_outputs(path: Path) -> None:
 @BY_NAME
 @pytest.mark.slow
 @pytest.mark.timeout(300)
+@pytest.mark.usefixtures("jupyter_loop")
 def test_a_notebook_runs_from_top_to_bottom(path: Path, tmp_path: Path) -> None:
     from nbclient import NotebookClient
 
