@@ -21,6 +21,7 @@ import sys
 import threading
 import time
 import traceback
+import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, InvalidStateError
@@ -181,9 +182,10 @@ class Session:
         self.group.interrupt()
 
     @staticmethod
-    def drop(session: Session) -> None:
+    def drop(reference: weakref.ref[Session]) -> None:
         """Close a session whose engine was collected; a forked copy of it is left alone."""
-        if session.owner_pid == os.getpid():
+        session = reference()
+        if session is not None and session.owner_pid == os.getpid():
             session.ask_to_close()
 
     def close(self, timeout: float) -> CloseReport | None:
@@ -419,7 +421,7 @@ class Session:
         self._ended.set()
         self._fail_inbox()
         if not self.started.done():
-            self.started.set_exception(error)
+            self.started.set_exception(error.for_one_caller())
 
     def _time_to_close(self) -> float:
         if self._close_deadline is None:
@@ -445,9 +447,9 @@ class Session:
         """End one caller's wait; what its callbacks raise must not keep it from the others."""
         with contextlib.suppress(BaseException):
             if isinstance(message, RemoteCall):
-                message.future.set_exception(self._set_error())
+                message.future.set_exception(self._set_error().for_one_caller())
             else:
-                message.fail(self._set_error())
+                message.fail(self._set_error().for_one_caller())
 
     def _note_phase(self, rank: int | None, phase: str, detail: str) -> None:
         entry = TimelineEntry(
