@@ -330,6 +330,9 @@ class Session:
             scheduler.add(generation.request)
         except RequestError as error:
             generation.fail(error)
+        except BaseException:
+            self._inbox.appendleft(generation)  # it ends with all the others
+            raise
         else:
             self._generations[generation.request.request_id] = generation
 
@@ -360,9 +363,10 @@ class Session:
     # ---- remote calls ----
 
     def _begin_call(self) -> None:
-        remote_call = self._calls.popleft()
+        remote_call = self._calls[0]  # until it is sent: a death that is noticed now ends it, too
         if not remote_call.future.cancelled():
             self._active = (remote_call, self.group.submit(remote_call.command))
+        self._calls.popleft()
 
     def _follow_call(self) -> None:
         assert self._active is not None
@@ -370,8 +374,8 @@ class Session:
         if pending.missing:
             self.group.poll(self._patience(remote_call))
         if not pending.missing:
-            self._active = None
             replies = self.group.wait(pending, self._timeouts.step)
+            self._active = None
             with contextlib.suppress(InvalidStateError):  # its caller has left
                 remote_call.future.set_result(
                     cast("list[FunctionReturned | FunctionRaised]", replies)

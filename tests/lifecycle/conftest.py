@@ -1,7 +1,9 @@
 from __future__ import annotations
 
+import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -68,6 +70,14 @@ def wait_until(condition: Callable[[], object], seconds: float = 30.0) -> None:
     while not condition():
         assert time.monotonic() < deadline, "it never came to that"
         time.sleep(0.002)
+
+
+def is_waiting_in(function: str, thread: threading.Thread | None = None) -> bool:
+    """Return whether a thread, the main one unless told, waits somewhere inside a function."""
+    thread = thread or threading.main_thread()
+    frame = sys._current_frames().get(thread.ident or 0)
+    names = [entry.name for entry in traceback.extract_stack(frame)] if frame else [""]
+    return function in names and names[-1] == "wait"
 
 
 def in_thread(work: Callable[[], object]) -> tuple[threading.Thread, list[BaseException]]:

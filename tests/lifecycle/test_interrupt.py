@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 import threading
 import time
-import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,7 +13,7 @@ from typing import Any
 import pytest
 
 from llmrt import Engine, EngineState, Timeouts
-from tests.lifecycle.conftest import LONG, SHORT, MakeEngine, pids_of, wait_until
+from tests.lifecycle.conftest import LONG, SHORT, MakeEngine, is_waiting_in, pids_of, wait_until
 from tests.support.leaks import is_running
 from tests.support.rigged import Rigged
 
@@ -52,12 +50,6 @@ def generating(llm: Engine) -> Callable[[], bool]:
     return lambda: llm.stats().num_generated_tokens > before
 
 
-def is_in(function: str) -> bool:
-    """Return whether the main thread is waiting somewhere inside a function."""
-    stack = traceback.extract_stack(sys._current_frames()[threading.main_thread().ident or 0])
-    return function in [frame.name for frame in stack] and stack[-1].name == "wait"
-
-
 def has_pending_sigint(pid: int) -> bool:
     """Whether a SIGINT was ever sent to a process that blocks it."""
     lines = Path(f"/proc/{pid}/status").read_text().splitlines()
@@ -83,7 +75,7 @@ def test_an_interrupted_stream_is_aborted_also_where_its_traceback_is_kept(
 ) -> None:
     llm = make_engine(backend=Rigged(rank=1, execute="hang")).open()
     stream = llm.stream("a", LONG)
-    kept = ctrl_c(lambda: next(stream), lambda: is_in("__next__"))
+    kept = ctrl_c(lambda: next(stream), lambda: is_waiting_in("__next__"))
     assert list(stream) == []
     assert kept.__traceback__
     assert llm.is_healthy()

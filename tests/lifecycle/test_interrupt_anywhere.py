@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 import llmrt
-from llmrt import Engine, EngineState
-from tests.lifecycle.conftest import QUICK, SHORT, MakeEngine, assert_gone
+from llmrt import Engine
+from tests.lifecycle.conftest import QUICK, SHORT, assert_gone, pids_of
 from tests.support.leaks import Snapshot
 from tests.support.rigged import Rigged
 
@@ -61,8 +61,9 @@ def one_life(model: Path, n: int) -> tuple[str, bool]:
     except KeyboardInterrupt:
         pass
     was_closed = not Snapshot.take().children - before.children
-    with llm if llm.state is not EngineState.RUNNING else llm.restart() as again:
-        assert again.generate("a", SHORT)[0].token_ids
+    llm.close()
+    with llm:
+        assert llm.generate("a", SHORT)[0].token_ids
     assert Snapshot.take().children == before.children, interrupter.where
     return interrupter.where, was_closed
 
@@ -90,13 +91,13 @@ def test_an_interrupt_at_any_line_leaves_an_engine_that_opens_again(tiny_model: 
     lives(tiny_model, stride=1)
 
 
-def test_an_engine_that_was_interrupted_and_dropped_leaves_nothing(
-    make_engine: MakeEngine,
+def test_an_engine_whose_close_was_interrupted_and_that_was_dropped_leaves_nothing(
+    tiny_model: Path,
 ) -> None:
-    llm = make_engine().open()
-    pids = [worker.pid for worker in llm.workers]
+    llm = Engine(tiny_model, tp=2, backend=Rigged(), timeouts=QUICK).open()
+    pids = pids_of(llm)
     with pytest.raises(KeyboardInterrupt), Interrupter(0):
         llm.close()
     del llm
     gc.collect()
-    assert pids
+    assert_gone(pids)
