@@ -164,7 +164,7 @@ class Host:
 
     def answer(self, model: Path, backend: str, tp: int) -> tuple[Any, ...]:
         """Return the tokens, the backend, the start method and the threads of every rank."""
-        with Engine(model, tp=tp, backend=backend) as llm:
+        with Engine(model, tp=tp, backend=backend, device="cpu") as llm:
             outputs = llm.generate(PROMPTS, GREEDY)
             num_threads = llm.collective_rpc(_num_torch_threads)
             tokens = tuple(output.token_ids for output in outputs)
@@ -221,7 +221,7 @@ class Completer:
     """What `map_batches` makes one of in every actor of its pool."""
 
     def __init__(self, model: Path) -> None:
-        self.llm = Engine(model).open()
+        self.llm = Engine(model, device="cpu").open()
 
     def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:
         outputs = self.llm.generate(list(batch["prompt"]), GREEDY)
