@@ -333,7 +333,7 @@ class Engine:
     @property
     def backend(self) -> Backend:
         """Where the workers run (`.name`), and why (`.reason`)."""
-        return self._require_session().backend
+        return self._life.require_session().backend
 
     @property
     def timeline(self) -> tuple[TimelineEntry, ...]:

@@ -97,7 +97,8 @@ class Lifecycle:
         """From now on whoever closes the engine, or drops it, closes this session."""
         if self._finalizer is not None:
             self._finalizer.detach()
-        self._finalizer = weakref.finalize(self, Session.drop, session)
+        # A weak one: while there is something to close, the session's own thread keeps it.
+        self._finalizer = weakref.finalize(self, Session.drop, weakref.ref(session))
         self._finalizer.atexit = False
         track(session)
         self.session = session
@@ -178,7 +179,7 @@ class Lifecycle:
                 "itself: hand the work to another thread."
             )
         if session.error is not None:
-            raise session.error.with_traceback(None)
+            raise session.error.for_one_caller()
         opened = self._opened
         if opened is None or opened.session is not session:
             raise EngineNotOpenError("the engine is still starting: wait until `open()` returns.")

@@ -21,6 +21,7 @@ import sys
 import threading
 import time
 import traceback
+import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, InvalidStateError
@@ -194,9 +195,10 @@ class Session:
         self.group.interrupt()
 
     @staticmethod
-    def drop(session: Session) -> None:
+    def drop(reference: weakref.ref[Session]) -> None:
         """Close a session whose engine was collected; a forked copy of it is left alone."""
-        if session.owner_pid == os.getpid():
+        session = reference()
+        if session is not None and session.owner_pid == os.getpid():
             session.ask_to_close()
 
     def close(self, timeout: float) -> CloseReport | None:
@@ -342,6 +344,9 @@ class Session:
             updates = scheduler.add(generation.request)
         except RequestError as error:
             generation.fail(error)
+        except BaseException:
+            self._inbox.appendleft(generation)  # it ends with all the others
+            raise
         else:
             self._generations[generation.request.request_id] = generation
             self._deliver(updates)
@@ -373,9 +378,10 @@ class Session:
     # ---- remote calls ----
 
     def _begin_call(self) -> None:
-        remote_call = self._calls.popleft()
+        remote_call = self._calls[0]  # until it is sent: a death that is noticed now ends it, too
         if not remote_call.future.cancelled():
             self._active = (remote_call, self.group.submit(remote_call.command))
+        self._calls.popleft()
 
     def _follow_call(self) -> None:
         assert self._active is not None
@@ -435,7 +441,7 @@ class Session:
         self._ended.set()
         self._fail_inbox()
         if not self.started.done():
-            self.started.set_exception(error)
+            self.started.set_exception(error.for_one_caller())
 
     def _time_to_close(self) -> float:
         if self._close_deadline is None:
@@ -461,9 +467,9 @@ class Session:
         """End one caller's wait; what its callbacks raise must not keep it from the others."""
         with contextlib.suppress(BaseException):
             if isinstance(message, RemoteCall):
-                message.future.set_exception(self._set_error())
+                message.future.set_exception(self._set_error().for_one_caller())
             else:
-                message.fail(self._set_error())
+                message.fail(self._set_error().for_one_caller())
 
     def _note_phase(self, rank: int | None, phase: str, detail: str) -> None:
         entry = TimelineEntry(

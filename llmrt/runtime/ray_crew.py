@@ -181,61 +181,88 @@ class Crew:
         ray_cluster.check_mode()
         self._check()
         own_node = ray_cluster.own_node_id()
-        bundles, group = self._find_bundles(own_node, undo)
-        self._say("starting actors")
-        actors = [self._create_actor(group, bundle) for bundle in bundles]
-        undo.callback(_kill, actors)
+        bundles, actors = self._create_actors(own_node, undo)
         members = self._in_order(bundles, actors, own_node)
         self._give_orders(members, own_node)
 
     def _say(self, phase: str, detail: str = "") -> None:
         self._post(Phase(rank=None, phase=phase, detail=detail))
 
+    def _create_actors(
+        self, own_node: str, undo: contextlib.ExitStack
+    ) -> tuple[Sequence[Bundle], list[Any]]:
+        """Have Ray start an actor in a bundle for every rank."""
+        group = self._request.group
+        if group is None and ray_cluster.is_worker():
+            # A group that a worker of Ray's makes outlives it, if it is killed, until the job ends.
+            bundles, group = [self._loose_bundle()] * self._spec.world_size, None
+        else:
+            bundles, group = self._find_bundles(own_node, undo)
+        self._say("starting actors")
+        actors = [self._create_actor(group, bundle) for bundle in bundles]
+        undo.callback(_kill, actors)
+        return bundles, actors
+
     def _find_bundles(
         self, own_node: str, undo: contextlib.ExitStack
     ) -> tuple[Sequence[Bundle], Any]:
         num_ranks, group = self._spec.world_size, self._request.group
         if group is None:
-            bundle = self._own_bundle()
-            group = ray_cluster.create_group(
-                [bundle] * num_ranks, f"llmrt-{new_secret()[:4].hex()}"
-            )
+            name = f"llmrt-{new_secret()[:4].hex()}"
+            group = ray_cluster.create_group([self._resources()] * num_ranks, name)
             undo.callback(ray_cluster.remove_group, group)
-
-            def shortage(seconds: float) -> str:
-                return placement.describe_shortage(num_ranks, bundle, ray_cluster.nodes(), seconds)
-        else:
-
-            def shortage(seconds: float) -> str:
-                return f"the placement group given was not placed within {seconds:g} s."
-
         self._say("waiting for the placement group", group.id.hex())
-        self._until(lambda seconds: ray_cluster.is_ready(group, seconds), shortage)
+        self._until(lambda seconds: ray_cluster.is_ready(group, seconds), self._describe_shortage)
         bundles = ray_cluster.bundles_of(group)
         num_gpus = len(placement.fitting(bundles, needs_gpu=True))
         needs_gpu = placement.wants_gpu(self._request.device, num_ranks, num_gpus)
         self._needs_gpu = needs_gpu
         return placement.choose_bundles(bundles, num_ranks, own_node, needs_gpu=needs_gpu), group
 
-    def _own_bundle(self) -> dict[str, float]:
-        bundle = {"CPU": self._request.num_cpus}
+    def _describe_shortage(self, seconds: float) -> str:
+        if self._request.group is not None:
+            return (
+                f"the workers of tp={self._spec.world_size} were not placed in the placement group "
+                f"given within {seconds:g} s: it waits for resources, or its bundles are taken."
+            )
+        return placement.describe_shortage(
+            self._spec.world_size, self._resources(), ray_cluster.nodes(), seconds
+        )
+
+    def _resources(self) -> dict[str, float]:
+        """Return what every rank needs that is placed in no group of the user's."""
+        resources = {"CPU": self._request.num_cpus}
         num_gpus = ray_cluster.num_in_cluster("GPU")
         if placement.wants_gpu(self._request.device, self._spec.world_size, num_gpus):
-            bundle["GPU"] = 1.0
-        return bundle
+            resources["GPU"] = 1.0
+        return resources
 
-    def _create_actor(self, group: Any, bundle: Bundle) -> Any:
-        strategies = import_module("ray.util.scheduling_strategies")
+    def _loose_bundle(self) -> Bundle:
+        """Return what a rank needs as a bundle of no group."""
+        resources = self._resources()
+        self._needs_gpu = "GPU" in resources
+        return Bundle(
+            index=-1,
+            node_id="",
+            num_cpus=resources["CPU"],
+            num_gpus=resources.get("GPU", 0.0),
+        )
+
+    def _create_actor(self, group: Any | None, bundle: Bundle) -> Any:
+        strategy: Any = "DEFAULT"
+        if group is not None:
+            strategies = import_module("ray.util.scheduling_strategies")
+            strategy = strategies.PlacementGroupSchedulingStrategy(
+                placement_group=group,
+                placement_group_bundle_index=bundle.index,
+                placement_group_capture_child_tasks=False,
+            )
         options: dict[str, Any] = {
             "num_cpus": bundle.num_cpus,
             "num_gpus": min(1.0, bundle.num_gpus) if self._needs_gpu else 0,
             "max_restarts": 0,
             "max_task_retries": 0,
-            "scheduling_strategy": strategies.PlacementGroupSchedulingStrategy(
-                placement_group=group,
-                placement_group_bundle_index=bundle.index,
-                placement_group_capture_child_tasks=False,
-            ),
+            "scheduling_strategy": strategy,
         }
         return import_module("ray").remote(RankActor).options(**options).remote()
 
@@ -263,13 +290,7 @@ class Crew:
                 raise PlacementError(f"{what} failed: {_cause(_error_of(any_failed[0]))}")
             return len(done) == len(refs)
 
-        def shortage(seconds: float) -> str:
-            return (
-                f"{what} took longer than {seconds:g} s: their bundles are taken, or their nodes "
-                "are slow to start Python."
-            )
-
-        self._until(is_done, shortage)
+        self._until(is_done, self._describe_shortage)
         return list(ray.get(refs, timeout=_ANSWER_SECONDS))
 
     # ---- orders ----

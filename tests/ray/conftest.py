@@ -23,7 +23,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(scope="session")
 def driver() -> Iterator[RayDriver]:
     """A driver of a Ray with eight CPUs and two GPUs, none of which need exist."""
-    driver = RayDriver({"HF_TOKEN": "secret-of-mine", "HF_HUB_OFFLINE": "1", "HOSTILE": "\n'\"$"})
+    driver = RayDriver({"HF_TOKEN": "secret-of-mine"})
     try:
         driver.init(num_cpus=8, num_gpus=2, resources={"of_mine": 1})
         yield driver

@@ -164,7 +164,7 @@ class Host:
 
     def answer(self, model: Path, backend: str, tp: int) -> tuple[Any, ...]:
         """Return the tokens, the backend, the start method and the threads of every rank."""
-        with Engine(model, tp=tp, backend=backend) as llm:
+        with Engine(model, tp=tp, backend=backend, device="cpu") as llm:
             outputs = llm.generate(PROMPTS, GREEDY)
             num_threads = llm.collective_rpc(_num_torch_threads)
             tokens = tuple(output.token_ids for output in outputs)
@@ -221,8 +221,58 @@ class Completer:
     """What `map_batches` makes one of in every actor of its pool."""
 
     def __init__(self, model: Path) -> None:
-        self.llm = Engine(model).open()
+        self.llm = Engine(model, device="cpu").open()
 
     def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:
         outputs = self.llm.generate(list(batch["prompt"]), GREEDY)
         return {"text": [output.text for output in outputs]}
+
+
+# ---- clusters of several nodes ----
+
+
+class Nodes:
+    """The nodes that a driver has started, by address."""
+
+    cluster: Any = None
+    by_address: dict[str, Any] = {}  # noqa: RUF012 - one per driver process
+
+
+def start_two_nodes(head: str, other: str, directory: str) -> None:
+    """Start two nodes with four CPUs each, and join the first."""
+    import ray
+    from ray.cluster_utils import Cluster
+
+    common = {"num_cpus": 4, "object_store_memory": 80_000_000, "include_dashboard": False}
+    cluster = Cluster()
+    for address, name in ((head, "head"), (other, "other")):
+        Nodes.by_address[address] = cluster.add_node(
+            node_ip_address=address, resources={name: 1}, temp_dir=directory, **common
+        )
+    ray.init(cluster.address, _node_ip_address=head, log_to_driver=False)
+    cluster.wait_for_nodes()
+    Nodes.cluster = cluster
+
+
+def remove_node(address: str) -> None:
+    """Take a node away as a crash would."""
+    Nodes.cluster.remove_node(Nodes.by_address[address], allow_graceful=False)
+
+
+def is_alive(pid: int) -> bool:
+    """Return whether a process exists and has not ended."""
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+KEPT: list[Any] = []
+"""What a scenario leaves open on purpose."""
+
+
+def init_ray(options: dict[str, Any]) -> None:
+    """Start a Ray in this driver."""
+    import ray
+
+    ray.init(**options)

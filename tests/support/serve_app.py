@@ -31,7 +31,7 @@ class Completions:
     """One engine, opened with the first request, its workers in the replica's other bundles."""
 
     def __init__(self, model: str) -> None:
-        self.llm = AsyncEngine(model, tp=2)
+        self.llm = AsyncEngine(model, tp=2, device="cpu")
         self.is_open = False
 
     async def opened(self) -> AsyncEngine:
