@@ -159,7 +159,7 @@ def test_pythoninspect_is_like_python_i(seen_file: Path, monkeypatch: pytest.Mon
 )
 def test_a_script_is_a_script_whatever_it_does(program: str, seen_file: Path) -> None:
     (seen_file.parent / "odd.py").write_text(program)
-    run(["odd.py"], seen_file.parent)
+    run(["-W", "error", "odd.py"], seen_file.parent)
     assert_seen(seen_file, "SCRIPT")
 
 
