@@ -19,10 +19,11 @@ from typing import Any
 from llmrt.checkpoint.resolve import resolve
 from llmrt.config import EngineConfig
 from llmrt.display.progress import Progress
-from llmrt.errors import EngineClosedError, EngineNotOpenError, LlmrtError
+from llmrt.errors import EngineNotOpenError, LlmrtError
 from llmrt.intake import Intake, Limits, Message, default_params
 from llmrt.launch_plan import LaunchPlan, make_launch_plan
 from llmrt.outputs import CloseReport
+from llmrt.ownership import check_owner
 from llmrt.runtime.live_sessions import track
 from llmrt.sampling import SamplingParams
 from llmrt.session import Session
@@ -232,10 +233,5 @@ class Lifecycle:
 
     def check_owner(self) -> None:
         """Refuse what a fork of the owning process asks for."""
-        session = self.session
-        if session is not None and self.is_foreign:
-            raise EngineClosedError(
-                f"this engine belongs to process {session.owner_pid}; this is a fork of it "
-                f"(process {os.getpid()}), which can neither use nor close it. Open an engine of "
-                "its own here."
-            )
+        if self.session is not None:
+            check_owner(self.session.owner_pid)

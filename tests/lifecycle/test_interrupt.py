@@ -34,10 +34,14 @@ def ctrl_c(
             os.kill(os.getpid(), signal.SIGINT)
 
     thread = threading.Thread(target=press)
-    with pytest.raises(KeyboardInterrupt) as caught:
+
+    def be_interrupted() -> None:
         thread.start()
         work()
         threading.Event().wait(60)  # the work was quicker than the fingers
+
+    with pytest.raises(KeyboardInterrupt) as caught:
+        be_interrupted()
     back_at = time.monotonic()
     thread.join()
     assert back_at - sent_at[0] < LIMIT
@@ -146,9 +150,7 @@ def test_an_open_interrupted_in_its_import_leaves_nothing(make_engine: MakeEngin
 
 
 @pytest.mark.parametrize("times", [1, 2])
-def test_an_interrupted_close_raises_when_all_are_gone(
-    make_engine: MakeEngine, times: int
-) -> None:
+def test_an_interrupted_close_raises_when_all_are_gone(make_engine: MakeEngine, times: int) -> None:
     timeouts = Timeouts(close=60, close_ask=60, close_terminate=60)
     llm = make_engine(backend=Rigged(rank=0, stop="hang"), timeouts=timeouts).open()
     pids = pids_of(llm)

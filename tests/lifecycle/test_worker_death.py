@@ -174,7 +174,9 @@ def test_a_failed_start_can_be_tried_again(
 def test_a_start_without_progress_says_which_rank_was_doing_what(
     make_engine: MakeEngine, phase: str
 ) -> None:
-    llm = make_engine(backend=Rigged(rank=1, **{phase: "hang"}), timeouts=Timeouts(start_progress=1))
+    llm = make_engine(
+        backend=Rigged(rank=1, **{phase: "hang"}), timeouts=Timeouts(start_progress=1)
+    )
     with pytest.raises(EngineStartError, match=r"(rank|worker) 1") as caught:
         llm.open()
     assert "in hang" in str(caught.value), "the stack of the rank that hangs"
