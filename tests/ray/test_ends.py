@@ -152,5 +152,5 @@ def test_a_worker_that_ray_kills_for_memory_is_said_to_be(make_driver: MakeDrive
         return "it went on"
 
     driver = make_driver(RAY_memory_monitor_refresh_ms="100", RAY_memory_usage_threshold="0.01")
-    driver.run(scenarios.init_ray, {**INIT, "num_cpus": 2, "_temp_dir": driver.directory})
+    driver.run(scenarios.init_ray, {**INIT, "num_cpus": 2})
     assert "OutOfMemoryError" in driver.run(scenario)

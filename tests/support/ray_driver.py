@@ -58,7 +58,8 @@ class RayDriver:
         self.process = subprocess.Popen(
             [sys.executable, "-m", "tests.support.ray_driver", str(theirs.fileno())],
             cwd=ROOT,
-            env={**environ, **RAY_ENVIRONMENT, **(env or {})},
+            # Ray notes there which cluster is this machine's: no test may find another's.
+            env={**environ, **RAY_ENVIRONMENT, "RAY_TMPDIR": self.directory, **(env or {})},
             pass_fds=[theirs.fileno()],
             start_new_session=True,
         )
@@ -67,7 +68,7 @@ class RayDriver:
 
     def init(self, **options: Any) -> None:
         """Start a Ray in the driver."""
-        self.run(_init, {**INIT, "_temp_dir": self.directory, **options}, timeout=100)
+        self.run(_init, {**INIT, **options}, timeout=100)
 
     def run(self, function: Callable[..., T], *args: Any, timeout: float = 60) -> T:
         """Run a function in the driver's main thread; return or raise what it does.
