@@ -10,7 +10,7 @@ from llmrt.version import __version__
 if TYPE_CHECKING:
     from llmrt.async_engine import AsyncEngine
     from llmrt.config import Timeouts
-    from llmrt.engine import Engine, EngineState
+    from llmrt.engine import Engine
     from llmrt.errors import (
         ConfigError,
         EngineClosedError,
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
         WorkerFailedError,
         WorkerHungError,
     )
+    from llmrt.lifecycle import EngineState
     from llmrt.outputs import (
         CloseReport,
         CompletionOutput,
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
         Increment,
         Logprob,
         RequestOutput,
+        Score,
         TimelineEntry,
         WorkerCloseReport,
         WorkerInfo,
@@ -41,7 +43,7 @@ if TYPE_CHECKING:
 _HOME = {
     "llmrt.async_engine": ("AsyncEngine",),
     "llmrt.config": ("Timeouts",),
-    "llmrt.engine": ("Engine", "EngineState"),
+    "llmrt.engine": ("Engine",),
     "llmrt.errors": (
         "ConfigError",
         "EngineClosedError",
@@ -56,6 +58,7 @@ _HOME = {
         "WorkerFailedError",
         "WorkerHungError",
     ),
+    "llmrt.lifecycle": ("EngineState",),
     "llmrt.outputs": (
         "CloseReport",
         "CompletionOutput",
@@ -63,6 +66,7 @@ _HOME = {
         "Increment",
         "Logprob",
         "RequestOutput",
+        "Score",
         "TimelineEntry",
         "WorkerCloseReport",
         "WorkerInfo",
@@ -93,6 +97,7 @@ __all__ = [
     "RequestError",
     "RequestOutput",
     "SamplingParams",
+    "Score",
     "TimelineEntry",
     "Timeouts",
     "WorkerCloseReport",

@@ -10,12 +10,21 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from typing_extensions import Self
 
-from llmrt.engine import Engine, EngineState, results_of_call
+from llmrt.engine import Engine, results_of_call, scores_of
 from llmrt.intake import Message, Prompt
-from llmrt.outputs import CloseReport, EngineStats, RequestOutput, TimelineEntry, WorkerInfo
+from llmrt.lifecycle import EngineState
+from llmrt.outputs import (
+    CloseReport,
+    EngineStats,
+    RequestOutput,
+    Score,
+    TimelineEntry,
+    WorkerInfo,
+)
 from llmrt.sampling import SamplingParams
 from llmrt.session import RemoteCall
 from llmrt.streams import AsyncStream
+from llmrt.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     import os
@@ -44,7 +53,11 @@ class AsyncEngine:
 
     async def open(self) -> Self:
         """Start the workers and load the model; raises as `Engine.open` does."""
-        await _in_thread(self._engine.open, on_cancel=self._engine.cancel_open)
+        try:
+            await _in_thread(self._engine.open, on_cancel=self._engine.cancel_open)
+        except asyncio.CancelledError:
+            await self.close()  # the cancellation may have come when it had just opened
+            raise
         return self
 
     async def close(self, timeout: float | None = None) -> CloseReport:
@@ -123,6 +136,27 @@ class AsyncEngine:
         """
         buffer, abort = self._engine.begin_stream(prompt, params, priority, template_options)
         return AsyncStream(buffer, abort, owner=self)
+
+    async def score(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        continuations: Prompt | Sequence[Prompt],
+        *,
+        priority: int = 0,
+    ) -> list[Score]:
+        """Return how likely the model finds each continuation; as `Engine.score`."""
+        generations = self._engine.begin_scores(prompts, continuations, priority)
+        return scores_of(generations, await _gather([g.future for g in generations]))
+
+    @property
+    def default_params(self) -> SamplingParams:
+        """What a request without parameters gets."""
+        return self._engine.default_params
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The model's tokenizer and chat template."""
+        return self._engine.tokenizer
 
     # ---- workers ----
 

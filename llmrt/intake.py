@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import operator
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias, cast
 
@@ -71,6 +72,39 @@ class Intake:
         self._check_params(params)
         return self._build(request_id, token_ids, params, priority), text
 
+    def scoring(
+        self, request_id: str, prompt: Prompt, continuation: Prompt, priority: int
+    ) -> Request:
+        """Return the request that scores a continuation of a prompt, and generates nothing.
+
+        Raises:
+            RequestError: the continuation adds no token, or has nothing before it.
+        """
+        token_ids, first = self._joined(prompt, continuation)
+        self._check_ids("prompt", token_ids)
+        if first == len(token_ids):
+            raise RequestError(f"the continuation {continuation!r} adds no token to its prompt.")
+        if first == 0:
+            raise RequestError(
+                "the first token of a text has no probability: give the continuation a prompt of "
+                "at least one token."
+            )
+        params = SamplingParams(max_tokens=0, prompt_logprobs=0, detokenize=False)
+        return replace(self._build(request_id, token_ids, params, priority), scores_from=first)
+
+    def _joined(self, prompt: Prompt, continuation: Prompt) -> tuple[tuple[int, ...], int]:
+        """Return the ids of both, and where those of the continuation begin."""
+        text, ids = self._prompt(prompt, add_special_tokens=True)
+        if isinstance(continuation, Mapping):
+            continuation = _prompt_of_dict(continuation)
+        if not isinstance(continuation, str):
+            return (*ids, *_as_ids(continuation)), len(ids)
+        if text is None:
+            return (*ids, *self._tokenizer.encode(continuation, False)), len(ids)
+        whole = self._tokenizer.encode(text + continuation)
+        same = (i for i, (a, b) in enumerate(zip(ids, whole, strict=False)) if a != b)
+        return tuple(whole), next(same, min(len(ids), len(whole)))
+
     def _build(
         self, request_id: str, token_ids: tuple[int, ...], params: SamplingParams, priority: int
     ) -> Request:
@@ -93,13 +127,11 @@ class Intake:
             prompt = _prompt_of_dict(prompt)
         if isinstance(prompt, str):
             return prompt, tuple(self._tokenizer.encode(prompt, add_special_tokens))
-        return None, tuple(prompt)
+        return None, _as_ids(prompt)
 
     def _check_ids(self, what: str, token_ids: Sequence[int]) -> None:
         vocab_size = self._limits.vocab_size
         for token_id in token_ids:
-            if type(token_id) is not int:
-                raise RequestError(f"{what} holds {token_id!r}, which is not a token id.")
             if not 0 <= token_id < vocab_size:
                 raise RequestError(
                     f"{what} holds token id {token_id}; this model's ids are 0 to {vocab_size - 1}."
@@ -182,6 +214,21 @@ def params_per_prompt(
     if len(params) != num_prompts:
         raise RequestError(f"{num_prompts} prompts came with {len(params)} SamplingParams.")
     return list(params)
+
+
+def _as_ids(prompt: object) -> tuple[int, ...]:
+    """Return token ids as plain ints, whatever integers they are."""
+    if not isinstance(prompt, Iterable):
+        raise RequestError(
+            f"a prompt is a str or a list of token ids, not {type(prompt).__name__}."
+        )
+    return tuple(_as_id(item) for item in cast("Iterable[Any]", prompt))
+
+
+def _as_id(item: Any) -> int:
+    if isinstance(item, bool) or not hasattr(item, "__index__"):
+        raise RequestError(f"the prompt holds {item!r}, which is not a token id.")
+    return operator.index(item)
 
 
 def _prompt_of_dict(prompt: Mapping[str, Any]) -> str | Sequence[int]:

@@ -124,6 +124,8 @@ class NewSequence:
     """params.bad_words as token ids."""
     logits_processors: bytes = b""
     """cloudpickle of params.logits_processors, which are taken out of `params`; empty for none."""
+    scores_from: int = 0
+    """With params.prompt_logprobs: the first prompt token that is scored."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -188,10 +190,12 @@ class PromptLogprobs:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SequenceFailure:
-    """A sequence whose logits processor raised; it alone ends."""
+    """A sequence that cannot go on: its logits processor raised, or no token is left to sample."""
 
     seq_id: int
     failure: RankFailure
+    by_user_code: bool = True
+    """Whether it was a function of the user's that raised."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -62,6 +62,7 @@ class Tokenizer:
         self._wants_bos = bool(settings.get("add_bos_token", self._encoder_adds_bos))
         self._templates = dict(templates or {})
         self._compiled: dict[str, ChatTemplate] = {}
+        self._token_texts: dict[int, str] = {}
 
     @classmethod
     def from_checkpoint(cls, checkpoint: Checkpoint) -> Tokenizer:
@@ -118,7 +119,11 @@ class Tokenizer:
 
     def token_text(self, token_id: int) -> str:
         """Return the text of one token by itself; U+FFFD where it is a part of a character."""
-        return self.backend.decode([token_id], skip_special_tokens=False)
+        text = self._token_texts.get(token_id)
+        if text is None:
+            text = self.backend.decode([token_id], skip_special_tokens=False)
+            self._token_texts[token_id] = text
+        return text
 
     # ---- chat ----
 

@@ -1,7 +1,8 @@
 """What a launcher tells the owner of a group, and what the owner tells it.
 
-    owner ── Setup (once), SignalRank, DumpStacks, Abort, Shutdown ──► guard
-    owner ◄── Phase, RankStarted, RankExited, Output, RankState, Stacks, LaunchFailed ── guard
+    owner ── Setup (once), SignalRank, DumpStacks, ForwardOutput, Abort, Shutdown ──► guard
+    owner ◄── Phase, RankStarted, RankExited, Output, OutputForwarded, RankState, Stacks,
+              LaunchFailed ── guard
 
 GuardExited is what the owner's side of the launcher adds when the guard itself is gone.
 """
@@ -20,6 +21,9 @@ Stream = Literal["stdout", "stderr"]
 
 EXECUTING = "executing"
 """The phase of a rank that is started afresh because the guard could not safely be forked."""
+
+THREADS_PROVEN = "thread pools proven"
+"""The phase that a rank of a fork-born guard reports before anything else."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -70,6 +74,13 @@ class DumpStacks:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class ForwardOutput:
+    """Pass on what these ranks have printed by now, then say OutputForwarded for each."""
+
+    ranks: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Abort:
     """Tell ranks that wait for a peer to give up."""
 
@@ -82,7 +93,7 @@ class Shutdown:
     """Whether the launcher's process is killed instead of asked."""
 
 
-ControlCommand = SignalRank | DumpStacks | Abort | Shutdown
+ControlCommand = SignalRank | DumpStacks | ForwardOutput | Abort | Shutdown
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -139,6 +150,13 @@ class Output:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class OutputForwarded:
+    """What a rank had printed when ForwardOutput came has been sent."""
+
+    rank: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Stacks:
     """A part of a rank's answer to DumpStacks."""
 
@@ -178,6 +196,7 @@ Event = (
     | Connected
     | RankExited
     | Output
+    | OutputForwarded
     | Stacks
     | RankState
     | LaunchFailed

@@ -12,7 +12,8 @@ from llmrt.messages import Stop
 from llmrt.outputs import CloseReport, EndedBy, WorkerCloseReport
 from llmrt.runtime import teardown
 from llmrt.runtime.events import Abort, Shutdown, SignalRank
-from llmrt.runtime.supervisor import RankView, Supervisor
+from llmrt.runtime.rank_view import RankView
+from llmrt.runtime.supervisor import Supervisor
 
 
 @dataclass(kw_only=True)
@@ -45,11 +46,11 @@ class GroupCloser:
         self._is_hurried = is_hurried
         self._clock = clock
         self._started_at = clock()
-        self._launcher_is_told = False
+        self._launcher_told_at: float | None = None
         self._launcher_is_killed = False
         self._descents = [_Descent(was_alive=view.exited is None) for view in supervisor.ranks]
 
-    def run(self) -> CloseReport:
+    def run(self) -> None:
         """Go down the ladder until everything has ended; raise a Ctrl-C only then."""
         interrupt: KeyboardInterrupt | None = None
         is_over = False
@@ -61,7 +62,6 @@ class GroupCloser:
                 self._limits = self._limits.hurried(self._elapsed())
         if interrupt is not None:
             raise interrupt
-        return self.report()
 
     def _elapsed(self) -> float:
         return self._clock() - self._started_at
@@ -98,7 +98,7 @@ class GroupCloser:
                     self._descents[rank].is_killed = True
             case teardown.EndLauncher():
                 launched.tell(Shutdown())
-                self._launcher_is_told = True
+                self._launcher_told_at = self._elapsed()
             case teardown.KillLauncher():
                 launched.tell(Shutdown(force=True))
                 self._launcher_is_killed = True
@@ -117,7 +117,7 @@ class GroupCloser:
             elapsed=self._elapsed(),
             living=tuple(self._observe_rank(v) for v in self._supervisor.ranks if v.is_alive),
             launcher_is_gone=self._supervisor.guard_exited is not None,
-            launcher_is_told=self._launcher_is_told,
+            launcher_told_at=self._launcher_told_at,
             launcher_is_killed=self._launcher_is_killed,
         )
 

@@ -130,8 +130,10 @@ def _prompt_rows(spans: Sequence[Span], states: Sequence[SequenceState]) -> tupl
     """Return the rows that predict prompt tokens, of the sequences that asked for them."""
     found = []
     for span, state in zip(spans, states, strict=True):
-        num_rows = min(span.end, state.num_prompt_tokens - 1) - span.start
+        start = max(span.start, state.spec.scores_from - 1)
+        num_rows = min(span.end, state.num_prompt_tokens - 1) - start
         if state.spec.params.prompt_logprobs is not None and num_rows > 0:
-            rows = range(span.row, span.row + num_rows)
-            found.append(PromptRows(sequence=state, rows=rows, start=span.start))
+            first_row = span.row + start - span.start
+            rows = range(first_row, first_row + num_rows)
+            found.append(PromptRows(sequence=state, rows=rows, start=start))
     return tuple(found)

@@ -47,7 +47,7 @@ class Sampler:
             return Sampled(token_ids=[], tokens=(), failures=())
         logits_RV = logits_RV.float()
         plans = [self._plan_for(sequence, logits_RV.shape[1]) for sequence in sequences]
-        chosen, failures = _choose(logits_RV, plans)
+        chosen, failures = _choose(logits_RV, sequences, plans)
         logprobs = _logprobs(logits_RV, chosen, plans)
         return Sampled(
             token_ids=chosen,
@@ -56,10 +56,7 @@ class Sampler:
                 for row, (sequence, token_id) in enumerate(zip(sequences, chosen, strict=True))
                 if row not in failures
             ),
-            failures=tuple(
-                SequenceFailure(seq_id=sequences[row].spec.seq_id, failure=failure)
-                for row, failure in sorted(failures.items())
-            ),
+            failures=tuple(failure for _, failure in sorted(failures.items())),
         )
 
     def prompt_logprobs(
@@ -85,22 +82,30 @@ class Sampler:
 
 
 def _choose(
-    logits_RV: torch.Tensor, plans: Sequence[SamplingPlan]
-) -> tuple[list[int], dict[int, RankFailure]]:
-    failures: dict[int, RankFailure] = {}
+    logits_RV: torch.Tensor, sequences: Sequence[SequenceState], plans: Sequence[SamplingPlan]
+) -> tuple[list[int], dict[int, SequenceFailure]]:
+    raised: dict[int, RankFailure] = {}
     edited_RV = logits_RV
     if any(plan.edits for plan in plans):
         edited_RV = logits_RV.clone()
-        failures = edit_logits(edited_RV, plans)
-    failures |= {row: plan.failure for row, plan in enumerate(plans) if plan.failure}
+        raised = edit_logits(edited_RV, plans)
+    raised |= {row: plan.failure for row, plan in enumerate(plans) if plan.failure}
+    failures = {
+        row: SequenceFailure(seq_id=sequences[row].spec.seq_id, failure=failure)
+        for row, failure in raised.items()
+    }
     chosen = choose_tokens(
         edited_RV,
         [plan.params for plan in plans],
         [0.0 if plan.params.is_greedy else plan.next_uniform() for plan in plans],
     )
     for row, token_id in enumerate(chosen):
-        if token_id == NO_TOKEN:
-            failures.setdefault(row, _explain_no_token(logits_RV[row]))
+        if token_id == NO_TOKEN and row not in failures:
+            failures[row] = SequenceFailure(
+                seq_id=sequences[row].spec.seq_id,
+                failure=_explain_no_token(logits_RV[row]),
+                by_user_code=False,
+            )
     return [0 if row in failures else token_id for row, token_id in enumerate(chosen)], failures
 
 

@@ -19,7 +19,9 @@ from llmrt.runtime.events import (
     ControlCommand,
     DumpStacks,
     Event,
+    ForwardOutput,
     GuardExited,
+    OutputForwarded,
     RankExited,
     RankStarted,
     Shutdown,
@@ -93,8 +95,8 @@ class WorkerThread:
             code = 1
         finally:
             self._exit_code = code
-            with contextlib.suppress(OSError):
-                self._theirs.shutdown(socket.SHUT_RDWR)
+            self._theirs.close()
+            with contextlib.suppress(OSError):  # nobody waits for it any more
                 self._button.send(b"\0")
 
     def fileno(self) -> int:
@@ -115,6 +117,8 @@ class WorkerThread:
         match command:
             case DumpStacks():
                 self._announce(Stacks(rank=0, text=stack_of(self._thread)))
+            case ForwardOutput():
+                self._announce(OutputForwarded(rank=0))  # a thread prints where its owner does
             case Shutdown():
                 self._announce(GuardExited(pid=os.getpid(), exit_code=0))
             case _:
@@ -140,4 +144,3 @@ class WorkerThread:
                 "with its current command, or with this process. It is here:\n"
                 + stack_of(self._thread)
             )
-        self._theirs.close()

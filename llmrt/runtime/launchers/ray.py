@@ -25,8 +25,10 @@ from llmrt.runtime.events import (
     ControlCommand,
     DumpStacks,
     Event,
+    ForwardOutput,
     GuardExited,
     Output,
+    OutputForwarded,
     Phase,
     RankExited,
     RankStarted,
@@ -239,7 +241,7 @@ class RayHandle:
                 self._events.append(replace(event, rank=link.rank))
             case GuardExited():
                 self._on_guard_exited(link, event)
-            case Phase() | Output() | Stacks() | RankState():
+            case Phase() | Output() | OutputForwarded() | Stacks() | RankState():
                 self._events.append(replace(event, rank=link.rank))
             case _:
                 self._events.append(event)
@@ -259,9 +261,9 @@ class RayHandle:
         match command:
             case SignalRank(rank=rank):
                 self._send(self._links[rank], replace(command, rank=0))
-            case DumpStacks(ranks=ranks):
+            case DumpStacks(ranks=ranks) | ForwardOutput(ranks=ranks):
                 for rank in ranks:
-                    self._send(self._links[rank], DumpStacks(ranks=(0,)))
+                    self._send(self._links[rank], replace(command, ranks=(0,)))
             case Abort():
                 for link in self._links:
                     self._send(link, command)
