@@ -20,10 +20,13 @@ DEFAULT_CPU_CACHE_LIMIT = 4 * GIB
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Placement:
-    """Where the tensors of a rank live, and their floating-point type."""
+    """Where the tensors of a rank live, and their types."""
 
     device: torch.device
     dtype: torch.dtype
+    """Of activations, and of weights that are not quantised."""
+    quantization: str | None = None
+    """`int8` or `int4`: how the layers' matrices are kept; None as the checkpoint has them."""
 
 
 def place(config: WorkerConfig, rank: int, world_size: int) -> Placement:
@@ -33,7 +36,9 @@ def place(config: WorkerConfig, rank: int, world_size: int) -> Placement:
         ConfigError: the device is unknown, or there are fewer GPUs than ranks.
     """
     device = _device(config.device, rank, world_size)
-    return Placement(device=device, dtype=_dtype(config, device))
+    return Placement(
+        device=device, dtype=_dtype(config, device), quantization=config.quantization
+    )
 
 
 def _device(asked: str, rank: int, world_size: int) -> torch.device:

@@ -6,14 +6,19 @@ chunks one after the other.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 import torch
 from torch import Tensor
 
 from llmrt.worker.device import Placement
 from llmrt.worker.kv_cache import KVCache
+
+
+_ROWS_TOGETHER = 512
+"""Tokens of prompts that are attended to in one call."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,14 +51,16 @@ class DecodeGroup:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class PrefillChunk:
-    """A chunk of a prompt."""
+class PrefillGroup:
+    """Chunks of prompts that have the same length and the same place in their sequences."""
 
     rows: slice
+    """Their tokens, one chunk after the other."""
+    num_chunks: int
     block_ids_M: Tensor | None
-    """None where the chunk sees only itself: its keys need not be read back."""
+    """The blocks of all. None where a chunk sees only itself: its keys need not be read back."""
     num_context: int
-    """Tokens in those blocks, up to the end of the chunk."""
+    """Tokens in the blocks of one chunk, up to its end."""
     mask_TS: Tensor | None
     """None for plain causal."""
 
@@ -63,7 +70,7 @@ class AttentionPlan:
     """The work of one layer."""
 
     decodes: tuple[DecodeGroup, ...]
-    prefills: tuple[PrefillChunk, ...]
+    prefills: tuple[PrefillGroup, ...]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -92,9 +99,20 @@ def build_plan(
             _decode_group(group, window, block_size, placement) for group in buckets.values()
         ),
         prefills=tuple(
-            _prefill_chunk(s, window, block_size, placement) for s in spans if s.num_tokens > 1
+            _prefill_group(group, window, block_size, placement)
+            for group in _alike([s for s in spans if s.num_tokens > 1])
         ),
     )
+
+
+def _alike(spans: Sequence[Span]) -> Iterator[Sequence[Span]]:
+    """Yield neighbours of one shape together, of long ones only so many that caches hold them."""
+    for (_, num_tokens), group in groupby(spans, key=lambda s: (s.start, s.num_tokens)):
+        rest = list(group)
+        most = max(1, _ROWS_TOGETHER // num_tokens)
+        while rest:
+            yield rest[:most]
+            rest = rest[most:]
 
 
 def _bucket(num_blocks: int) -> int:
@@ -132,21 +150,23 @@ def _decode_group(
     )
 
 
-def _prefill_chunk(
-    span: Span, window: int | None, block_size: int, placement: Placement
-) -> PrefillChunk:
+def _prefill_group(
+    spans: Sequence[Span], window: int | None, block_size: int, placement: Placement
+) -> PrefillGroup:
+    first = spans[0]
     blocks = None
     base = 0
-    if span.start > 0:
-        base = _first_visible(span.start, window) // block_size * block_size
-        visible = list(_visible_blocks(span, window, block_size))
-        blocks = torch.tensor(visible, device=placement.device)
-    is_plain = span.start == 0 and (window is None or window >= span.num_tokens)
-    return PrefillChunk(
-        rows=slice(span.row, span.row + span.num_tokens),
+    if first.start > 0:
+        base = _first_visible(first.start, window) // block_size * block_size
+        tables = [list(_visible_blocks(s, window, block_size)) for s in spans]
+        blocks = torch.tensor(tables, device=placement.device).flatten()
+    is_plain = first.start == 0 and (window is None or window >= first.num_tokens)
+    return PrefillGroup(
+        rows=slice(first.row, spans[-1].row + first.num_tokens),
+        num_chunks=len(spans),
         block_ids_M=blocks,
-        num_context=span.end - base,
-        mask_TS=None if is_plain else _additive(_is_seen_TS(span, base, window), placement),
+        num_context=first.end - base,
+        mask_TS=None if is_plain else _additive(_is_seen_TS(first, base, window), placement),
     )
 
 

@@ -88,7 +88,7 @@ class GatedMLP(nn.Module):
     def forward(self, x_TD: Tensor) -> Tensor:
         """Return y_TD, the same on every rank."""
         gate_TI, up_TI = self.gate_up_proj(x_TD)
-        return self.down_proj(self._activation(gate_TI) * up_TI)
+        return self.down_proj(self._activation(gate_TI).mul_(up_TI))
 
 
 def _gelu_tanh(x: Tensor) -> Tensor:

@@ -16,6 +16,7 @@ from llmrt.worker.attention.protocol import Attention
 from llmrt.worker.attention.torch_attention import TorchAttention
 from llmrt.worker.device import Placement
 from llmrt.worker.layers.attention_projections import OutputProjection, QKVProjection
+from llmrt.worker.layers.linear import Linear
 from llmrt.worker.layers.mlp import GatedMLP
 from llmrt.worker.layers.norm import RMSNorm
 from llmrt.worker.layers.rotary import RotaryEmbedding, rotate_
@@ -40,7 +41,7 @@ class SelfAttention(nn.Module):
             self.q_norm = RMSNorm(model.head_dim, model.rms_norm_eps, placement)
             self.k_norm = RMSNorm(model.head_dim, model.rms_norm_eps, placement)
         window = model.windows[layer] if model.windows else None
-        self._attend: Attention = TorchAttention(heads, layer, window, placement.device)
+        self._attend: Attention = TorchAttention(heads, layer, window, placement)
 
     def load(self, reader: WeightReader, prefix: str) -> None:
         """Read this rank's part of `prefix.*`."""
@@ -87,9 +88,10 @@ class DecoderLayer(nn.Module):
     def forward(
         self, x_TD: Tensor, angles: tuple[Tensor, Tensor], attention: AttentionMetadata
     ) -> Tensor:
-        """Return the residual stream after this layer."""
-        x_TD = x_TD + self.self_attn(self.input_layernorm(x_TD), angles, attention)
-        return x_TD + self.mlp(self.post_attention_layernorm(x_TD))
+        """Return the residual stream after this layer; it takes the place of *x_TD*."""
+        x_TD += self.self_attn(self.input_layernorm(x_TD), angles, attention)
+        x_TD += self.mlp(self.post_attention_layernorm(x_TD))
+        return x_TD
 
 
 class Decoder(nn.Module):
@@ -102,7 +104,7 @@ class Decoder(nn.Module):
             DecoderLayer(model, layer, group, placement) for layer in range(model.num_layers)
         )
         self.norm = RMSNorm(model.hidden_size, model.rms_norm_eps, placement)
-        self.lm_head = LMHead(model, self.embed_tokens, group, placement)
+        self.lm_head = LMHead(model, group, placement)
         self.rotary = RotaryEmbedding(model.rope, model.head_dim, placement)
 
     def load(self, reader: WeightReader) -> None:
@@ -115,12 +117,13 @@ class Decoder(nn.Module):
         for i, layer in enumerate(self._decoder_layers()):
             layer.load(reader, f"model.layers.{i}")
         self.norm.load(reader, "model.norm")
-        self.lm_head.load(reader)
+        self.lm_head.load(reader, self.embed_tokens)
 
     @property
     def num_bytes(self) -> int:
         """Bytes of this rank's weights."""
-        return sum(p.numel() * p.element_size() for p in self.parameters())
+        in_parameters = sum(p.numel() * p.element_size() for p in self.parameters())
+        return in_parameters + sum(m.num_bytes for m in self.modules() if isinstance(m, Linear))
 
     def forward(
         self, input_ids_T: Tensor, positions_T: Tensor, attention: AttentionMetadata
