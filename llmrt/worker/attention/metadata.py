@@ -44,8 +44,8 @@ class DecodeGroup:
     """Decodes with contexts of similar length, padded to one number of blocks."""
 
     rows_B: Tensor
-    block_ids_M: Tensor
-    """The blocks of all sequences, one sequence after the other."""
+    places: Tensor
+    """Where the blocks of their contexts lie in the cache."""
     mask_B11S: Tensor
     """0 where a token is seen, -inf elsewhere."""
 
@@ -57,8 +57,9 @@ class PrefillGroup:
     rows: slice
     """Their tokens, one chunk after the other."""
     num_chunks: int
-    block_ids_M: Tensor | None
-    """The blocks of all. None where a chunk sees only itself: its keys need not be read back."""
+    places: Tensor | None
+    """Where the blocks of their contexts lie. None where a chunk sees only itself: its keys need
+    not be read back."""
     num_context: int
     """Tokens in the blocks of one chunk, up to its end."""
     mask_TS: Tensor | None
@@ -87,19 +88,20 @@ class AttentionMetadata:
 
 
 def build_plan(
-    spans: Sequence[Span], window: int | None, block_size: int, placement: Placement
+    spans: Sequence[Span], window: int | None, cache: KVCache, placement: Placement
 ) -> AttentionPlan:
     """Return the work of the layers with this window."""
+    block_size = cache.block_size
     decodes = [s for s in spans if s.num_tokens == 1]
     buckets: dict[int, list[Span]] = {}
     for span in decodes:
         buckets.setdefault(_bucket(len(_visible_blocks(span, window, block_size))), []).append(span)
     return AttentionPlan(
         decodes=tuple(
-            _decode_group(group, window, block_size, placement) for group in buckets.values()
+            _decode_group(group, window, cache, placement) for group in buckets.values()
         ),
         prefills=tuple(
-            _prefill_group(group, window, block_size, placement)
+            _prefill_group(group, window, cache, placement)
             for group in _alike([s for s in spans if s.num_tokens > 1])
         ),
     )
@@ -131,8 +133,9 @@ def _visible_blocks(span: Span, window: int | None, block_size: int) -> Sequence
 
 
 def _decode_group(
-    spans: Sequence[Span], window: int | None, block_size: int, placement: Placement
+    spans: Sequence[Span], window: int | None, cache: KVCache, placement: Placement
 ) -> DecodeGroup:
+    block_size = cache.block_size
     tables = [list(_visible_blocks(s, window, block_size)) for s in spans]
     num_blocks = max(map(len, tables))
     # Padding repeats the last block: it is in the processor's cache already.
@@ -145,26 +148,26 @@ def _decode_group(
     is_seen_BS = (token_S >= seen_from_B[:, None]) & (token_S <= seen_to_B[:, None])
     return DecodeGroup(
         rows_B=torch.tensor([s.row for s in spans], device=placement.device),
-        block_ids_M=torch.tensor(padded, device=placement.device).flatten(),
+        places=cache.places(padded),
         mask_B11S=_additive(is_seen_BS, placement)[:, None, None, :],
     )
 
 
 def _prefill_group(
-    spans: Sequence[Span], window: int | None, block_size: int, placement: Placement
+    spans: Sequence[Span], window: int | None, cache: KVCache, placement: Placement
 ) -> PrefillGroup:
+    block_size = cache.block_size
     first = spans[0]
-    blocks = None
+    places = None
     base = 0
     if first.start > 0:
         base = _first_visible(first.start, window) // block_size * block_size
-        tables = [list(_visible_blocks(s, window, block_size)) for s in spans]
-        blocks = torch.tensor(tables, device=placement.device).flatten()
+        places = cache.places([_visible_blocks(s, window, block_size) for s in spans])
     is_plain = first.start == 0 and (window is None or window >= first.num_tokens)
     return PrefillGroup(
         rows=slice(first.row, spans[-1].row + first.num_tokens),
         num_chunks=len(spans),
-        block_ids_M=blocks,
+        places=places,
         num_context=first.end - base,
         mask_TS=None if is_plain else _additive(_is_seen_TS(first, base, window), placement),
     )

@@ -55,7 +55,7 @@ class TorchAttention:
         return o_TQD
 
     def _decode(self, q_BQD: Tensor, group: DecodeGroup, attention: AttentionMetadata) -> Tensor:
-        keys_NKSD, values_NKSD = self._read_back(group.block_ids_M, len(q_BQD), attention)
+        keys_NKSD, values_NKSD = attention.cache.gather(self._layer, group.places, len(q_BQD))
         o_BKGD = attend(
             self._groups.pack(q_BQD),
             keys_NKSD,
@@ -70,12 +70,12 @@ class TorchAttention:
     ) -> None:
         qkv_NCHD = qkv_THD.unflatten(0, (group.num_chunks, -1))
         q_NCQD = qkv_NCHD[:, :, : self._num_heads]
-        if group.block_ids_M is None:
+        if group.places is None:
             kv_NHCD = qkv_NCHD[:, :, self._num_heads :].transpose(1, 2)
             keys_NKSD, values_NKSD = kv_NHCD.split(self._num_kv_heads, dim=1)
         else:
-            keys_NKSD, values_NKSD = self._read_back(
-                group.block_ids_M, group.num_chunks, attention
+            keys_NKSD, values_NKSD = attention.cache.gather(
+                self._layer, group.places, group.num_chunks
             )
             keys_NKSD = keys_NKSD[:, :, : group.num_context]
             values_NKSD = values_NKSD[:, :, : group.num_context]
@@ -140,15 +140,6 @@ class TorchAttention:
         o_NKRD = attend(q_NKRD, keys_NKSD, values_NKSD, mask_RS, by_products=True)
         o_NEKGD = o_NKRD.unflatten(2, (-1, length)).permute(0, 3, 1, 2, 4)
         return self._groups.unpack(o_NEKGD.flatten(0, 1)).unflatten(0, (num_chunks, length))
-
-    def _read_back(
-        self, block_ids_M: Tensor, num_sequences: int, attention: AttentionMetadata
-    ) -> tuple[Tensor, Tensor]:
-        keys_KMD, values_KMD = attention.cache.gather(self._layer, block_ids_M)
-        return (
-            keys_KMD.unflatten(1, (num_sequences, -1)).transpose(0, 1),
-            values_KMD.unflatten(1, (num_sequences, -1)).transpose(0, 1),
-        )
 
 
 def _causal(num_queries: int, num_seen: int, like: Tensor) -> Tensor:
