@@ -40,6 +40,16 @@ class StepInputs:
     """The last row of each of them."""
     prompt_rows: tuple[PromptRows, ...]
 
+    @property
+    def used_rows_U(self) -> Tensor | None:
+        """The rows that are used after the last layer; None for all.
+
+        Those that are sampled, where no other is scored; and the first of a step that samples none.
+        """
+        if self.prompt_rows or len(self.sampling_rows_R) == len(self.input_ids_T):
+            return None
+        return self.sampling_rows_R if self.sampling else torch.zeros_like(self.input_ids_T[:1])
+
 
 class InputBuilder:
     """Builds the tensors of a step."""

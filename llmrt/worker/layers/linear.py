@@ -11,7 +11,7 @@ from llmrt.worker.device import Placement
 from llmrt.worker.matrices.grouped_codes import GroupedCodes, quantize_to_groups, stack
 from llmrt.worker.matrices.kernels import can_multiply_int4, can_pack
 from llmrt.worker.matrices.matrix import Matrix, PackedMatrix, PlainMatrix
-from llmrt.worker.matrices.quantized import Int4Matrix, Int8Matrix, fits_int4
+from llmrt.worker.matrices.quantized import Int4Matrix, Int8Matrix, fits_kernels
 
 Piece = Tensor | GroupedCodes
 """Some rows of a matrix, as its checkpoint stores them."""
@@ -55,9 +55,9 @@ class Linear(nn.Module):
 
     def share(self, weight: nn.Parameter) -> None:
         """Multiply with a matrix that somebody else has, too."""
-        if self._quantization == "int4" and fits_int4(*self._shape):
+        if self._quantization == "int4" and fits_kernels(*self._shape):
             self._matrix = self._int4(quantize_to_groups(weight))
-        elif self._quantization == "int8" and weight.numel():
+        elif self._quantization == "int8" and fits_kernels(*self._shape):
             self._matrix = Int8Matrix(weight)
         else:
             self._matrix = self._dense(weight)
@@ -75,7 +75,7 @@ class Linear(nn.Module):
     def _keeps_codes(self) -> bool:
         return (
             self._quantization != "int8"
-            and fits_int4(*self._shape)
+            and fits_kernels(*self._shape)
             and can_multiply_int4(self._placement)
         )
 

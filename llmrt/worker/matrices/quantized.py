@@ -16,7 +16,7 @@ MAX_INT4_ROWS = 6
 MAX_INT8_ROWS = 16
 """Up to so many tokens the kernel on whole numbers is the faster one (measured with AVX-512)."""
 _ROW_UNIT = 16
-"""The 4-bit kernel wants whole vectors of outputs."""
+"""The kernels want whole vectors of outputs; the 8-bit one returns NaN for odd numbers of inputs."""
 
 
 class Int4Matrix:
@@ -77,6 +77,6 @@ def quantize_rows(weight_OI: Tensor) -> tuple[Tensor, Tensor]:
     return codes_OI.to(torch.int8), scale_O
 
 
-def fits_int4(num_outputs: int, num_inputs: int) -> bool:
-    """Return whether the 4-bit kernel takes a matrix of this shape."""
+def fits_kernels(num_outputs: int, num_inputs: int) -> bool:
+    """Return whether the kernels on whole numbers take a matrix of this shape."""
     return num_outputs > 0 and num_outputs % _ROW_UNIT == 0 and num_inputs % GROUP_SIZE == 0
