@@ -36,9 +36,7 @@ def place(config: WorkerConfig, rank: int, world_size: int) -> Placement:
         ConfigError: the device is unknown, or there are fewer GPUs than ranks.
     """
     device = _device(config.device, rank, world_size)
-    return Placement(
-        device=device, dtype=_dtype(config, device), quantization=config.quantization
-    )
+    return Placement(device=device, dtype=_dtype(config, device), quantization=config.quantization)
 
 
 def _device(asked: str, rank: int, world_size: int) -> torch.device:

@@ -16,7 +16,6 @@ from torch import Tensor
 from llmrt.worker.device import Placement
 from llmrt.worker.kv_cache import KVCache
 
-
 _ROWS_TOGETHER = 512
 """Tokens of prompts that are attended to in one call."""
 
@@ -97,9 +96,7 @@ def build_plan(
     for span in decodes:
         buckets.setdefault(_bucket(len(_visible_blocks(span, window, block_size))), []).append(span)
     return AttentionPlan(
-        decodes=tuple(
-            _decode_group(group, window, cache, placement) for group in buckets.values()
-        ),
+        decodes=tuple(_decode_group(group, window, cache, placement) for group in buckets.values()),
         prefills=tuple(
             _prefill_group(group, window, cache, placement)
             for group in _alike([s for s in spans if s.num_tokens > 1])

@@ -19,7 +19,12 @@ LEAST_SCORES = 1024
 
 
 def attend(
-    q_NKRD: Tensor, keys_NKSD: Tensor, values_NKSD: Tensor, mask: Tensor | None, *, by_products: bool
+    q_NKRD: Tensor,
+    keys_NKSD: Tensor,
+    values_NKSD: Tensor,
+    mask: Tensor | None,
+    *,
+    by_products: bool,
 ) -> Tensor:
     """Return o_NKRD.
 

@@ -75,7 +75,8 @@ def gives_the_same(make: Callable[[torch.Tensor], Matrix]) -> bool:
         matrix = make(weight_OI)
         return all(
             _is_close(
-                matrix.multiply(x_TI[:n], bias_O), F.linear(x_TI[:n].float(), weight_OI.float(), bias_O.float())
+                matrix.multiply(x_TI[:n], bias_O),
+                F.linear(x_TI[:n].float(), weight_OI.float(), bias_O.float()),
             )
             for n in (1, 32)
         )

@@ -16,7 +16,7 @@ MAX_INT4_ROWS = 6
 MAX_INT8_ROWS = 16
 """Up to so many tokens the kernel on whole numbers is the faster one (measured with AVX-512)."""
 _ROW_UNIT = 16
-"""The kernels want whole vectors of outputs; the 8-bit one returns NaN for odd numbers of inputs."""
+"""The kernels want whole vectors; given others, the 8-bit one returns NaN."""
 
 
 class Int4Matrix:
