@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from llmrt.engine import Engine, EngineState
     from llmrt.errors import (
         ConfigError,
+        EngineAsleepError,
         EngineClosedError,
         EngineDeadError,
         EngineNotOpenError,
@@ -45,6 +46,7 @@ _HOME = {
     "llmrt.engine": ("Engine", "EngineState"),
     "llmrt.errors": (
         "ConfigError",
+        "EngineAsleepError",
         "EngineClosedError",
         "EngineDeadError",
         "EngineNotOpenError",
@@ -81,6 +83,7 @@ __all__ = [
     "CompletionOutput",
     "ConfigError",
     "Engine",
+    "EngineAsleepError",
     "EngineClosedError",
     "EngineDeadError",
     "EngineNotOpenError",

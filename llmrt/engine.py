@@ -31,6 +31,7 @@ from llmrt.generation import Generation, GenerationFuture
 from llmrt.intake import Message, Prompt
 from llmrt.launch_plan import make_launch_plan
 from llmrt.messages import CallFunction, FunctionRaised, FunctionReturned
+from llmrt.new_weights import WeightsSource, WeightsUpdate
 from llmrt.opened import Opened
 from llmrt.options import reject_unknown_options
 from llmrt.outputs import (
@@ -46,6 +47,7 @@ from llmrt.sampling import SamplingParams
 from llmrt.session import RemoteCall, Session, SessionState
 from llmrt.streams import Stream, StreamBuffer
 from llmrt.tokenizer import Tokenizer
+from llmrt.upkeep import Upkeep
 from llmrt.worker_output import forward_output
 
 if TYPE_CHECKING:
@@ -350,6 +352,56 @@ class Engine:
         """Run *fn* on every rank's `torch.nn.Module`; return the results by rank."""
         return self._wait_for_call(self.begin_call(fn, on_model=True), timeout)
 
+    # ---- long-lived use ----
+
+    def reset_prefix_cache(self) -> None:
+        """Forget every cached prefix; later requests compute theirs anew."""
+        self.begin_upkeep(Upkeep.reset_prefix_cache).result()
+
+    def sleep(self, level: int = 1) -> None:
+        """Give the memory of the KV cache away, and that of the weights, until `wake()`.
+
+        Verbs raise EngineAsleepError meanwhile; processes and groups stay up.
+
+        Args:
+            level: 1 keeps the weights in host memory; 2 drops them, and `wake` reads the
+                checkpoint again.
+
+        Raises:
+            RequestError: requests are unfinished; or with level 2, the weights came by
+                `update_weights` as tensors, so no checkpoint holds them.
+        """
+        self.begin_upkeep(lambda upkeep: upkeep.sleep(level)).result()
+
+    def wake(self) -> None:
+        """Take the memory back and serve again.
+
+        Raises:
+            RequestError: the weights cannot be read any more; the engine sleeps on.
+        """
+        self.begin_upkeep(Upkeep.wake).result()
+
+    @property
+    def is_asleep(self) -> bool:
+        """Whether it is between `sleep()` and `wake()`."""
+        upkeep = self._require_open().session.upkeep
+        return upkeep is not None and upkeep.is_asleep
+
+    def update_weights(self, source: WeightsSource) -> None:
+        """Replace weights between two steps, and forget every cached prefix.
+
+        Requests that run go on with the new weights from their next token; what they have
+        computed stays. Nothing changes before everything has arrived and fits.
+
+        Args:
+            source: The directory or file of a checkpoint of the same model; or tensors by the
+                names that transformers gives them, all or some: pairs, or a state dict.
+
+        Raises:
+            RequestError: a name is unknown, or a shape is another; the old weights are whole.
+        """
+        self.begin_weights_update(source).run()
+
     @property
     def workers(self) -> tuple[WorkerInfo, ...]:
         """The worker processes, by rank; empty before the engine is opened."""
@@ -432,6 +484,14 @@ class Engine:
         session = self._require_open().session
         payload = dumps_call(fn, args, kwargs)
         return session.call(CallFunction(payload=payload, on_model=on_model))
+
+    def begin_upkeep(self, work: Callable[[Upkeep], None]) -> Future[None]:
+        """Queue something to do to the engine between two steps."""
+        return self._require_open().session.run(work)
+
+    def begin_weights_update(self, source: WeightsSource) -> WeightsUpdate:
+        """Return what sends new weights; its `run` blocks."""
+        return self._require_open().weights_update(source)
 
     def abandon_call(self, call: RemoteCall) -> None:
         """Say that nobody waits for this call any more."""

@@ -7,6 +7,7 @@ message and waits:
       Add(generation) ──► inbox ──►   scheduler.add ─► steps ─► generation.accept ─► future, stream
       Abort(request_id) ─► inbox ─►   scheduler.abort
       RemoteCall ────────► inbox ─►   between two steps: CallFunction to every rank ─► future
+      Errand ────────────► inbox ─►   between two steps: what it does with Upkeep ─► future
       close() ─────────► flags  ──►   stop ladder ─► CloseReport ─► the thread ends
 
 A session holds no reference to its Engine: an engine that is dropped is collected, and its
@@ -24,9 +25,10 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass, field, replace
 from enum import Enum
-from typing import cast
+from typing import Any, Generic, TypeVar, cast
 
 from llmrt.errors import (
+    EngineAsleepError,
     EngineClosedError,
     EngineDeadError,
     EngineStartError,
@@ -61,6 +63,9 @@ from llmrt.scheduler.updates import (
     TokenUpdate,
     Update,
 )
+from llmrt.upkeep import Upkeep
+
+Result = TypeVar("Result")
 
 
 class SessionState(Enum):
@@ -90,6 +95,14 @@ class RemoteCall:
     """When its caller stopped waiting: from then on it has as long as a step."""
 
 
+@dataclass(slots=True, eq=False)
+class Errand(Generic[Result]):
+    """Something that is to be done to the engine between two steps."""
+
+    work: Callable[[Upkeep], Result]
+    future: Future[Result] = field(default_factory=Future[Result])
+
+
 class Session:
     """One opening of an engine. Every public method may be called from any thread."""
 
@@ -108,16 +121,17 @@ class Session:
         self.error: LlmrtError | None = None
         """Why calls fail once the session has ended."""
         self.scheduler: Scheduler | None = None
+        self.upkeep: Upkeep | None = None
         self._plan = plan
         self._timeouts = plan.timeouts
         self._on_phase = on_phase
         self._opened_at = time.monotonic()
-        self._inbox: deque[Generation | RemoteCall] = deque()
+        self._inbox: deque[Generation | RemoteCall | Errand[Any]] = deque()
         self._aborts: deque[str] = deque()
         self._close_asked = False
         self._close_deadline: float | None = None
         self._generations: dict[str, Generation] = {}
-        self._calls: deque[RemoteCall] = deque()
+        self._calls: deque[RemoteCall | Errand[Any]] = deque()
         self._active: tuple[RemoteCall, PendingCall] | None = None
         self._devices: tuple[str, ...] = ()
         self._ended = threading.Event()
@@ -150,6 +164,12 @@ class Session:
         remote_call = RemoteCall(command=command)
         self._post(remote_call)
         return remote_call
+
+    def run(self, work: Callable[[Upkeep], Result]) -> Future[Result]:
+        """Queue something to do to the engine, after the step that runs now."""
+        errand = Errand(work=work)
+        self._post(errand)
+        return errand.future
 
     def abandon(self, remote_call: RemoteCall) -> None:
         """Say that nobody waits for this call any more."""
@@ -209,7 +229,7 @@ class Session:
         if self._close_deadline is None or deadline < self._close_deadline:
             self._close_deadline = deadline
 
-    def _post(self, message: Generation | RemoteCall) -> None:
+    def _post(self, message: Generation | RemoteCall | Errand[Any]) -> None:
         self._inbox.append(message)
         self.group.wake()
         if self._ended.is_set():  # it ended between the caller's look and now
@@ -236,6 +256,7 @@ class Session:
         num_blocks = min(report.num_blocks for report in reports)
         self._command(AllocateCache(num_blocks=num_blocks))
         self.scheduler = Scheduler(self._plan.scheduler_config(num_blocks))
+        self.upkeep = Upkeep(self.group, self.scheduler, num_blocks, self._timeouts)
         self._note_phase(None, "ready", "")
         self.state = SessionState.RUNNING
         self.started.set_result(None)
@@ -252,7 +273,7 @@ class Session:
                 self._follow_call()
             elif self._calls:
                 loop.drain()
-                self._begin_call()
+                self._begin_next()
             elif not loop.run_once():
                 self.group.poll(None)
             if self.group.failure is not None:
@@ -261,10 +282,10 @@ class Session:
     def _take_messages(self, scheduler: Scheduler) -> None:
         while self._inbox:
             message = self._inbox.popleft()
-            if isinstance(message, RemoteCall):
-                self._calls.append(message)
-            else:
+            if isinstance(message, Generation):
                 self._admit(scheduler, message)
+            else:
+                self._calls.append(message)
         while self._aborts:
             request_id = self._aborts.popleft()
             self._generations.pop(request_id, None)
@@ -273,9 +294,11 @@ class Session:
     def _admit(self, scheduler: Scheduler, generation: Generation) -> None:
         if generation.future.cancelled():
             return
+        assert self.upkeep is not None
         try:
+            self.upkeep.check_awake()
             updates = scheduler.add(generation.request)
-        except RequestError as error:
+        except (RequestError, EngineAsleepError) as error:
             generation.fail(error)
         else:
             self._generations[generation.request.request_id] = generation
@@ -305,12 +328,28 @@ class Session:
     def _forget(self, generation: Generation) -> None:
         self._generations.pop(generation.request.request_id, None)
 
-    # ---- remote calls ----
+    # ---- remote calls and errands ----
 
-    def _begin_call(self) -> None:
-        remote_call = self._calls.popleft()
-        if not remote_call.future.cancelled():
-            self._active = (remote_call, self.group.submit(remote_call.command))
+    def _begin_next(self) -> None:
+        assert self.upkeep is not None
+        asked = self._calls[0]
+        if isinstance(asked, Errand):
+            self._run_errand(asked, self.upkeep)
+        elif self.upkeep.is_asleep:
+            _fail(asked.future, EngineAsleepError("the engine is asleep; call `wake()` first."))
+        elif not asked.future.cancelled():
+            self._active = (asked, self.group.submit(asked.command))
+        self._calls.popleft()
+
+    def _run_errand(self, errand: Errand[Any], upkeep: Upkeep) -> None:
+        """Do an errand. What breaks the engine is raised, and fails the errand when it ends."""
+        try:
+            result = errand.work(upkeep)
+        except (RequestError, EngineAsleepError) as error:
+            _fail(errand.future, error)
+        else:
+            with contextlib.suppress(InvalidStateError):  # its caller has left
+                errand.future.set_result(result)
 
     def _follow_call(self) -> None:
         assert self._active is not None
@@ -387,10 +426,10 @@ class Session:
         with contextlib.suppress(IndexError):  # two threads may empty it together
             while True:
                 message = self._inbox.popleft()
-                if isinstance(message, RemoteCall):
-                    _fail(message.future, self.error)
-                else:
+                if isinstance(message, Generation):
                     message.fail(self.error)
+                else:
+                    _fail(message.future, self.error)
 
     def _note_phase(self, rank: int | None, phase: str, detail: str) -> None:
         entry = TimelineEntry(
@@ -414,7 +453,7 @@ class _GroupSteps:
         return cast("BatchResult", self._group.wait(handle, self._step_timeout)[0])
 
 
-def _fail(future: Future[list[FunctionReturned | FunctionRaised]], error: LlmrtError) -> None:
+def _fail(future: Future[Any], error: LlmrtError) -> None:
     with contextlib.suppress(InvalidStateError):
         future.set_exception(error)
 

@@ -93,9 +93,15 @@ class ModelRunner:
 
     def allocate_cache(self, num_blocks: int) -> None:
         """Make the KV cache; sequences that were running are forgotten."""
-        self._sequences.clear()
-        self._inputs = None  # The old cache goes before the new one comes.
+        self.free_cache()  # The old one goes before the new one comes.
         self._inputs = self._input_builder(num_blocks)
+
+    def free_cache(self) -> None:
+        """Give the memory of the KV cache back, and forget every sequence."""
+        for seq_id in self._sequences:
+            self._sampler.forget(seq_id)
+        self._sequences.clear()
+        self._inputs = None
 
     def _input_builder(self, num_blocks: int) -> InputBuilder:
         model = self._config.model

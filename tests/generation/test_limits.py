@@ -90,7 +90,9 @@ def test_output_beyond_the_cache_does_not_end_with_length(small: Engine) -> None
 def test_no_tokens_asked_for_is_never_answered(llm: Engine, n: int) -> None:
     params = SamplingParams(max_tokens=0, n=n)
     output = llm.submit("hello", params).result(30)
-    assert [(o.text, o.token_ids, o.finish_reason) for o in output.outputs] == [("", (), "length")] * n
+    assert [(o.text, o.token_ids, o.finish_reason) for o in output.outputs] == [
+        ("", (), "length")
+    ] * n
     increments = list(llm.stream("hello", params))
     assert [i.finish_reason for i in increments] == ["length"] * n
 

@@ -31,7 +31,13 @@ def say(llm: Engine, text: str, **params: Any) -> CompletionOutput:
 
 @pytest.mark.parametrize(
     ("stop", "text"),
-    [("DEF", "ABC"), (["XY", "DEF", "FG"], "ABC"), ("G", "ABCDEF"), ("A", ""), (["EF", "DEF"], "ABC")],
+    [
+        ("DEF", "ABC"),
+        (["XY", "DEF", "FG"], "ABC"),
+        ("G", "ABCDEF"),
+        ("A", ""),
+        (["EF", "DEF"], "ABC"),
+    ],
 )
 def test_a_part_of_a_stop_string_is_shown(llm: Engine, stop: Any, text: str) -> None:
     whole = say(llm, LETTERS, stop=stop)
