@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 from collections.abc import Mapping
@@ -13,7 +14,7 @@ from llmrt.config import EngineConfig, Timeouts, WorkerConfig
 from llmrt.errors import ConfigError
 from llmrt.model_config import ModelConfig, check_tp
 from llmrt.runtime.cores import threads_per_rank
-from llmrt.runtime.environment import choose_start_method
+from llmrt.runtime.environment import deciding_row, explain_start_method
 from llmrt.runtime.interpreter import python_command
 from llmrt.runtime.launchers.base import GroupSpec, Launcher
 from llmrt.runtime.launchers.inprocess import InProcessLauncher
@@ -65,7 +66,8 @@ class LaunchPlan:
             max_num_seqs=self.options.max_num_seqs,
             max_num_batched_tokens=self.options.max_num_batched_tokens,
             max_model_len=self.max_model_len,
-            prefix_caching=self.options.prefix_caching,
+            prefix_caching=self.options.prefix_caching
+            and not self.model.rope.depends_on_prompt_length,
         )
 
 
@@ -119,13 +121,20 @@ def choose_backend(backend: Any, tp: int) -> Backend:
 
 
 def _start_method(options: EngineConfig) -> StartMethod:
-    return choose_start_method(
-        observe(),
-        options.start_method,
-        worker_env=options.env,
-        thread_option_given=options.num_threads is not None,
-        fork_failed_reason=FORK_HISTORY.why_not(),
+    row = deciding_row(
+        explain_start_method(
+            observe(),
+            options.start_method,
+            worker_env=options.env,
+            thread_option_given=options.num_threads is not None,
+            fork_failed_reason=FORK_HISTORY.why_not(),
+        )
     )
+    if row.warning is not None:
+        logging.getLogger("llmrt").warning(row.warning)
+    if row.start_method is None:
+        raise ConfigError(row.error)
+    return row.start_method
 
 
 def _max_model_len(options: EngineConfig, model: ModelConfig) -> int:

@@ -8,7 +8,8 @@ from functools import partial
 from types import BuiltinFunctionType, CodeType, FunctionType, MethodType
 from typing import Any, cast
 
-_MAX_DEPTH = 8
+_MAX_STEPS = 50
+"""Objects looked into before the search is content with the one that it has reached."""
 
 
 def find_fault(obj: object, can_pickle: Callable[[object], bool]) -> str:
@@ -17,21 +18,26 @@ def find_fault(obj: object, can_pickle: Callable[[object], bool]) -> str:
     For example `the function 'f', which closes over 'lock' (a _thread.lock)`; just the object where
     it is itself what cannot be pickled.
     """
-    trail = describe(obj)
-    seen: set[int] = set()
-    for _ in range(_MAX_DEPTH):
-        seen.add(id(obj))
-        faulty = (
-            (relation, part)
-            for relation, part in _parts(obj)
-            if id(part) not in seen and not can_pickle(part)
-        )
-        step = next(faulty, None)
-        if step is None:
-            break
-        relation, obj = step
-        trail += f", which {relation} ({describe(obj)})"
-    return trail
+    trail = _find_trail(obj, can_pickle, {id(obj)}) or []
+    steps = (f", which {relation} ({describe(part)})" for relation, part in trail)
+    return describe(obj) + "".join(steps)
+
+
+def _find_trail(
+    obj: object, can_pickle: Callable[[object], bool], seen: set[int]
+) -> list[tuple[str, object]] | None:
+    """Return the steps to a part without faulty parts; None where all lead back in circles."""
+    is_innermost = True
+    for relation, part in _parts(obj):
+        if id(part) in seen:
+            is_innermost = is_innermost and can_pickle(part)
+        elif not can_pickle(part):
+            is_innermost = False
+            seen.add(id(part))
+            rest = [] if len(seen) > _MAX_STEPS else _find_trail(part, can_pickle, seen)
+            if rest is not None:
+                return [(relation, part), *rest]
+    return [] if is_innermost else None
 
 
 def describe(obj: object) -> str:

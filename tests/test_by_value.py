@@ -326,10 +326,19 @@ def test_the_error_of_a_call_names_the_argument() -> None:
 
 
 def test_a_circle_of_objects_ends_the_search() -> None:
-    circle: dict[str, Any] = {"lock": LOCK}
-    circle["self"] = circle
-    with pytest.raises(RequestError, match="'lock'"):
-        dumps([circle], "it")
+    circle: dict[str, Any] = {}
+    circle |= {"self": [circle], "lock": LOCK}
+    with pytest.raises(RequestError) as caught:
+        dumps(circle, "it")
+    assert "a dict, which holds under 'lock' (a _thread.lock), which cannot" in str(caught.value)
+
+
+def test_the_search_ends_in_a_deep_structure() -> None:
+    chain = Holder(lock=LOCK)
+    for _ in range(100):
+        chain = Holder(next=chain)
+    with pytest.raises(RequestError, match="which has the attribute 'next'"):
+        dumps(chain, "it")
 
 
 def test_an_object_whose_repr_raises_is_still_named() -> None:

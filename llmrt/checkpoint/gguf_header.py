@@ -55,9 +55,10 @@ def write_entry(path: Path, folder: Path) -> None:
 def _read(path: Path) -> Any:
     try:
         return GGUFReader(path)
-    except (
-        Exception
-    ) as error:  # the reader trusts its input, and fails in many ways where it is damaged
+    except MemoryError:
+        raise
+    except Exception as error:
+        # The reader trusts its input: where that is damaged it fails in any way there is.
         raise ConfigError(
             f"The file is damaged or cut short ({type(error).__name__}: {error}). Fetch it again."
         ) from error

@@ -35,11 +35,9 @@ from llmrt.runtime.channel import (
     decode,
     describe_error,
 )
+from llmrt.runtime.events import THREADS_PROVEN
 from llmrt.runtime.shared_memory import AbortWord
 from llmrt.runtime.signals import STACK_DUMP_SIGNAL, reset_signals
-
-THREADS_PROVEN = "thread pools proven"
-"""The phase a rank of a fork-born guard reports before anything else."""
 
 SETUP_FD = 3
 """Where a rank that was not forked finds its pickled RankSetup."""
@@ -98,9 +96,8 @@ def run_rank(setup: RankSetup) -> NoReturn:
     """Be rank `setup.rank` in this process, to its end; nothing of the caller's is unwound."""
     code = 1
     try:
-        kept = _become_rank(setup)
-        code = _serve_forked(setup)
-        del kept
+        _kept = _become_rank(setup)  # alive until the process ends
+        code = _serve_owner(setup)
     except SystemExit as error:
         code = error.code if isinstance(error.code, int) else int(error.code is not None)
     except BaseException:
@@ -150,8 +147,12 @@ def _flush_output() -> None:
             file.flush()
 
 
-def _serve_forked(setup: RankSetup) -> int:
-    pipe = Pipe(socket.socket(fileno=setup.channel_fd))
+def _serve_owner(setup: RankSetup) -> int:
+    with contextlib.closing(Pipe(socket.socket(fileno=setup.channel_fd))) as pipe:
+        return _serve_on(pipe, setup)
+
+
+def _serve_on(pipe: Pipe, setup: RankSetup) -> int:
     report = Reporter(pipe)
     if setup.proves_threads:
         openmp.run_parallel_regions()

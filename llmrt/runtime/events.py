@@ -19,6 +19,9 @@ Stream = Literal["stdout", "stderr"]
 EXECUTING = "executing"
 """The phase of a rank that is started afresh because the guard could not safely be forked."""
 
+THREADS_PROVEN = "thread pools proven"
+"""The phase that a rank of a fork-born guard reports before anything else."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Setup:

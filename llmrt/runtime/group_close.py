@@ -12,7 +12,8 @@ from llmrt.messages import Stop
 from llmrt.outputs import CloseReport, EndedBy, WorkerCloseReport
 from llmrt.runtime import teardown
 from llmrt.runtime.events import Abort, Shutdown, SignalRank
-from llmrt.runtime.supervisor import RankView, Supervisor
+from llmrt.runtime.rank_view import RankView
+from llmrt.runtime.supervisor import Supervisor
 
 
 @dataclass(kw_only=True)
@@ -49,7 +50,7 @@ class GroupCloser:
         self._launcher_is_killed = False
         self._descents = [_Descent(was_alive=view.exited is None) for view in supervisor.ranks]
 
-    def run(self) -> CloseReport:
+    def run(self) -> None:
         """Go down the ladder until everything has ended; raise a Ctrl-C only then."""
         interrupt: KeyboardInterrupt | None = None
         is_over = False
@@ -61,7 +62,6 @@ class GroupCloser:
                 self._limits = self._limits.hurried(self._elapsed())
         if interrupt is not None:
             raise interrupt
-        return self.report()
 
     def _elapsed(self) -> float:
         return self._clock() - self._started_at

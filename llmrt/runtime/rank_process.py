@@ -64,7 +64,9 @@ class OutputPipe:
     def read_rest(self) -> list[Output]:
         """Return what is left after its process has ended."""
         outputs = [self.read() for _ in range(_LAST_READS)]
-        outputs.append(self._pass_on(self._lines.finish(), True))
+        rest = self._lines.finish()
+        if rest or self._lines.num_dropped_lines:
+            outputs.append(self._output(rest))
         return [output for output in outputs if output is not None]
 
     def tail(self) -> tuple[str, ...]:
@@ -77,6 +79,9 @@ class OutputPipe:
         if not may_forward:
             self._lines.drop(lines)
             return None
+        return self._output(lines)
+
+    def _output(self, lines: bytes) -> Output:
         num_dropped = self._lines.take_num_dropped()
         return Output(
             rank=self._rank,

@@ -13,7 +13,19 @@ from llmrt.errors import (
     WorkerHungError,
 )
 from llmrt.runtime.events import GuardExited, LaunchFailed, RankExited
-from llmrt.runtime.supervisor import PendingCall, RankView
+from llmrt.runtime.rank_view import PendingCall, RankView
+from llmrt.runtime.supervisor import Supervisor
+
+
+def describe_death(supervisor: Supervisor) -> WorkerDiedError | None:
+    """Return the first death of a group by time, or None."""
+    host = supervisor.launched.host
+    if supervisor.deaths:
+        death = supervisor.deaths[0]
+        return rank_died(death, supervisor.ranks[death.rank], host)
+    if supervisor.guard_exited is not None:
+        return guard_died(supervisor.guard_exited, host)
+    return None
 
 
 def rank_died(death: RankExited, view: RankView, host: str) -> WorkerDiedError:

@@ -12,8 +12,7 @@ from __future__ import annotations
 import selectors
 import socket
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Sequence
 
 from llmrt.errors import RankFailure
 from llmrt.messages import Stopped
@@ -32,6 +31,8 @@ from llmrt.runtime.channel import (
 )
 from llmrt.runtime.events import (
     EXECUTING,
+    THREADS_PROVEN,
+    DumpStacks,
     Event,
     GuardExited,
     LaunchFailed,
@@ -41,73 +42,12 @@ from llmrt.runtime.events import (
     RankStarted,
     RankState,
     Stacks,
-    Stream,
 )
 from llmrt.runtime.launchers.base import Launched
+from llmrt.runtime.rank_view import PendingCall, RankView, WorkerOutput
 
 _STATUS_GRACE = 0.5
 """How long the launcher is given to say how a rank ended whose channel closed."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class WorkerOutput:
-    """Whole lines that a worker wrote."""
-
-    rank: int | None
-    """None for the guard."""
-    stream: Stream
-    text: str
-    num_dropped_lines: int = 0
-    """Lines before these that were thrown away because they came too fast."""
-
-
-@dataclass(kw_only=True)
-class PendingCall:
-    """A command on its way; `WorkerGroup.wait` returns its answers."""
-
-    id: int
-    ranks: tuple[int, ...]
-    command: str
-    """What was asked, in a word, for messages."""
-    replies: dict[int, object] = field(default_factory=dict[int, object])
-    failures: list[RankFailure] = field(default_factory=list[RankFailure])
-
-    @property
-    def is_done(self) -> bool:
-        """Whether every rank has answered."""
-        return len(self.replies) == len(self.ranks)
-
-    @property
-    def missing(self) -> tuple[int, ...]:
-        """The ranks that have not answered, neither well nor badly."""
-        failed = {failure.rank for failure in self.failures}
-        return tuple(r for r in self.ranks if r not in self.replies and r not in failed)
-
-
-@dataclass(kw_only=True)
-class RankView:
-    """What is known of one rank."""
-
-    rank: int
-    channel: Channel
-    pid: int = 0
-    phase: str = "waiting for the guard"
-    is_ready: bool = False
-    """Whether its worker exists and answers calls."""
-    proved_threads: bool = False
-    last_command: str = ""
-    stopped: Stopped | None = None
-    exited: RankExited | None = None
-    closed_at: float | None = None
-    """When its channel came to its end, while nobody said that it ended."""
-    is_hung: bool = False
-    state: str = ""
-    stacks: str = ""
-
-    @property
-    def is_alive(self) -> bool:
-        """Whether its process exists, as far as anybody said."""
-        return self.pid != 0 and self.exited is None
 
 
 class Supervisor:
@@ -119,7 +59,6 @@ class Supervisor:
         *,
         on_output: Callable[[WorkerOutput], None],
         on_phase: Callable[[int | None, str, str], None],
-        thread_proof: str,
     ) -> None:
         self.launched = launched
         self.ranks = [
@@ -135,7 +74,6 @@ class Supervisor:
         self.num_progress = 0
         """Counts everything that shows that a rank or the guard gets on."""
         self._guard_phase = ""
-        self._thread_proof = thread_proof
         self._on_output = on_output
         self._on_phase = on_phase
         self._calls: dict[int, PendingCall] = {}
@@ -180,6 +118,11 @@ class Supervisor:
         for view in self.ranks:
             view.channel.close()
 
+    def ask_where(self, views: Sequence[RankView], seconds: float) -> None:
+        """Have ranks write their stacks, and wait for as much of that as comes."""
+        self.launched.tell(DumpStacks(ranks=tuple(view.rank for view in views)))
+        self.pump_for(seconds)
+
     # ---- calls ----
 
     def submit(self, command: object, ranks: Sequence[int]) -> PendingCall:
@@ -212,6 +155,10 @@ class Supervisor:
                 key.data()
         self._give_up_on_status()
         return happened
+
+    def died_beside(self, failed: Collection[int]) -> bool:
+        """Return whether a rank died that did not itself say what was wrong: others only suffer."""
+        return any(death.rank not in failed for death in self.deaths)
 
     def pump_for(self, seconds: float, until: Callable[[], bool] = lambda: False) -> None:
         """Handle what happens for a while, or until something is so."""
@@ -278,7 +225,7 @@ class Supervisor:
             case Progress(body=(phase, done, total)):
                 self.num_progress += 1
                 view.phase = phase
-                view.proved_threads = view.proved_threads or phase == self._thread_proof
+                view.proved_threads = view.proved_threads or phase == THREADS_PROVEN
                 self._on_phase(view.rank, phase, f"{100 * done // total} %" if total else "")
             case _:
                 raise ChannelError(f"Rank {view.rank} sent a {type(frame).__name__} frame.")

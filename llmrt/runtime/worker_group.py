@@ -17,24 +17,24 @@ from llmrt.errors import (
     EngineDeadError,
     EngineNotOpenError,
     EngineStartError,
-    WorkerDiedError,
 )
 from llmrt.outputs import CloseReport, WorkerInfo
 from llmrt.runtime import reports
-from llmrt.runtime.child import THREADS_PROVEN
 from llmrt.runtime.deadlines import Patience
-from llmrt.runtime.events import Abort, DumpStacks
+from llmrt.runtime.events import Abort
 from llmrt.runtime.finalizer import let_go
-from llmrt.runtime.fork_trial import DistrustedForkError, ForkTrial
+from llmrt.runtime.fork_trial import DistrustedForkError
 from llmrt.runtime.group_close import GroupCloser
+from llmrt.runtime.group_start import FAILURE_GRACE, StartWatch
 from llmrt.runtime.launchers.base import GroupSpec, Launcher
+from llmrt.runtime.rank_view import PendingCall, RankView, WorkerOutput
 from llmrt.runtime.start_method import StartMethod
-from llmrt.runtime.supervisor import PendingCall, RankView, Supervisor, WorkerOutput
+from llmrt.runtime.supervisor import Supervisor
 
 WorkerState = Literal["starting", "running", "stopping", "exited"]
 
-_FAILURE_GRACE = 0.2
-"""How long the other ranks are given to say what went wrong with them, once one has."""
+
+_DEATH_GRACE = 0.05
 
 
 class Interrupted(Exception):  # noqa: N818 - nothing is wrong: somebody asked for it
@@ -142,7 +142,6 @@ class WorkerGroup:
                     launched,
                     on_output=self._on_output,
                     on_phase=self._on_phase,
-                    thread_proof=THREADS_PROVEN,
                 )
             except BaseException:
                 launched.release()
@@ -156,47 +155,10 @@ class WorkerGroup:
         self._finalizer = weakref.finalize(
             self, let_go, self._owner_pid, launched.lifeline, self._supervisor.sockets
         )
-        self._await_ready(self._supervisor)
-
-    def _await_ready(self, supervisor: Supervisor) -> None:
-        is_fork = self.start_method.name == "fork"
-        trial = ForkTrial(self._timeouts.fork_probe) if is_fork else None
-        patience = Patience(self._timeouts.start_progress)
-        num_seen = 0
-        while not all(view.is_ready and view.pid for view in supervisor.ranks):
-            self._raise_if_interrupted()
-            if trial and not trial.judge(supervisor, is_out_of_time=patience.is_spent):
-                trial = None
-            self._raise_if_start_failed(supervisor)
-            if patience.is_spent:
-                self._raise_start_timed_out(supervisor)
-            longest = trial.start_wait(supervisor) if trial else 1.0
-            supervisor.pump(patience.start_wait(longest))
-            patience.end_wait()
-            if trial:
-                trial.end_wait(supervisor)
-            if supervisor.num_progress != num_seen:
-                num_seen = supervisor.num_progress
-                patience.renew()
-
-    def _raise_if_start_failed(self, supervisor: Supervisor) -> None:
-        if supervisor.start_failures:
-            supervisor.pump_for(_FAILURE_GRACE)
-            failures = supervisor.start_failures
-            error, cause = reports.start_failed(failures, self._spec.world_size)
-            raise error from cause
-        if supervisor.launch_failed is not None:
-            raise reports.launch_failed(supervisor.launch_failed)
-        death = self._describe_death(supervisor)
-        if death is not None:
-            raise EngineStartError(f"The engine did not start. {death}") from death
-
-    def _raise_start_timed_out(self, supervisor: Supervisor) -> NoReturn:
-        late = [view for view in supervisor.ranks if not view.is_ready and view.is_alive]
-        self._ask_where(supervisor, late)
-        raise reports.start_timed_out(
-            supervisor.ranks, supervisor.guard_phase, self._timeouts.start_progress
+        watch = StartWatch(
+            self._supervisor, self._timeouts, check_interrupt=self._raise_if_interrupted
         )
+        watch.await_ready()
 
     # ---- calls ----
 
@@ -274,37 +236,27 @@ class WorkerGroup:
 
     def _note_death(self, supervisor: Supervisor) -> None:
         if self.failure is None:
-            self.failure = self._describe_death(supervisor)
+            self.failure = reports.describe_death(supervisor)
         if self.failure is None and supervisor.broken is not None:
             self.failure = reports.rank_sent_garbage(supervisor.broken)
-
-    def _describe_death(self, supervisor: Supervisor) -> WorkerDiedError | None:
-        host = supervisor.launched.host
-        if supervisor.deaths:
-            death = supervisor.deaths[0]
-            return reports.rank_died(death, supervisor.ranks[death.rank], host)
-        if supervisor.guard_exited is not None:
-            return reports.guard_died(supervisor.guard_exited, host)
-        return None
 
     def _raise_if_call_failed(self, supervisor: Supervisor, call: PendingCall) -> None:
         if not call.failures or self.failure is not None:
             return
+        # A peer of a dead rank may raise before its death is known.
+        supervisor.pump_for(_DEATH_GRACE, until=lambda: bool(supervisor.deaths))
         supervisor.launched.tell(Abort())  # ranks that wait for the failed one give up
-        supervisor.pump_for(_FAILURE_GRACE, until=lambda: not call.missing)
-        self.failure = reports.call_failed(call)
+        supervisor.pump_for(FAILURE_GRACE, until=lambda: not call.missing)
+        if not supervisor.died_beside({failure.rank for failure in call.failures}):
+            self.failure = reports.call_failed(call)
 
     def _raise_hung(self, supervisor: Supervisor, call: PendingCall, timeout: float) -> NoReturn:
         hung = [supervisor.ranks[rank] for rank in call.missing]
         for view in hung:
             view.is_hung = True
-        self._ask_where(supervisor, hung)
+        supervisor.ask_where(hung, self._timeouts.stacks)
         self.failure = reports.ranks_hung(call, hung, timeout, supervisor.launched.host)
         raise self.failure
-
-    def _ask_where(self, supervisor: Supervisor, views: Sequence[RankView]) -> None:
-        supervisor.launched.tell(DumpStacks(ranks=tuple(view.rank for view in views)))
-        supervisor.pump_for(self._timeouts.stacks)
 
     # ---- close ----
 
@@ -316,22 +268,22 @@ class WorkerGroup:
         if os.getpid() != self._owner_pid:
             return CloseReport(workers=(), seconds=0.0)
         if self._report is None:
-            total = self._timeouts.close if timeout is None else timeout
             try:
-                self._report = self._take_down(total)
+                self._take_down(self._timeouts.close if timeout is None else timeout)
             finally:
                 self._is_interrupted = self._is_hurried = False
-        return self._report
+        return self._report or CloseReport(workers=(), seconds=0.0)
 
     def _abandon(self) -> None:
         """Leave nothing of a start that failed."""
         self._take_down(0.0)
+        self._report = None
 
-    def _take_down(self, total: float) -> CloseReport:
+    def _take_down(self, total: float) -> None:
         supervisor = self._supervisor
         if supervisor is None:
-            return CloseReport(workers=(), seconds=0.0)
-        self._closer = GroupCloser(
+            return
+        self._closer = closer = GroupCloser(
             supervisor,
             self._timeouts,
             total,
@@ -339,8 +291,9 @@ class WorkerGroup:
             is_hurried=lambda: self._is_hurried,
         )
         try:
-            return self._closer.run()
+            closer.run()
         finally:
+            self._report = closer.report()
             if self._finalizer is not None:
                 self._finalizer.detach()
             self._supervisor = self._closer = None

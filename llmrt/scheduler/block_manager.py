@@ -1,9 +1,11 @@
-"""BlockManager: who uses which block of the KV cache. Numbers only; the tensors are in the workers.
+"""BlockManager: who uses which block of the KV cache.
 
-referenced ──release──► free (contents worthless) ──────────────┐
-    ▲   └────release──► evictable (contents in the prefix cache) ┤ oldest first, when no other is free
-    │                         │ share: a prefix was found        │
-    └─────────────────────────┴─────────────────── allocate ◄────┘
+    referenced ──release──► free: contents worthless ─────────────────────┐
+        ▲   └─────release──► evictable: contents in the prefix cache ──────┤ the oldest, where
+        │                         │ share: a prefix was found              │ nothing is free
+        └─────────────────────────┴───────────────────────── allocate ◄────┘
+
+Numbers only; the tensors are in the workers.
 """
 
 from __future__ import annotations
@@ -51,7 +53,8 @@ class BlockManager:
     def release(self, block_ids: Sequence[int]) -> None:
         """Drop one reference to each block of a table.
 
-        The last blocks of the table will be evicted first: without the blocks before them they cannot be found.
+        The last blocks of the table will be evicted first: without the blocks before them they
+        cannot be found.
         """
         for block_id in reversed(block_ids):
             self._num_references[block_id] -= 1

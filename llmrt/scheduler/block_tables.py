@@ -1,7 +1,8 @@
-"""BlockTables: gives each sequence the blocks of its tokens, those of a cached prefix first, and takes them back.
+"""BlockTables: gives each sequence the blocks of its tokens, and takes them back.
 
-A table is filled for all known tokens when the sequence is admitted, then grows by a block at a time. Every full block
-becomes findable in the prefix cache when the step that fills it has run.
+A table is filled for all known tokens when the sequence is admitted, beginning with the blocks of a
+cached prefix; then it grows by a block at a time. Every full block becomes findable in the prefix
+cache when the step that fills it has run.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ class BlockTables:
     def find_prefix(self, sequence: Sequence) -> list[int]:
         """Return the cached blocks with which *sequence* begins.
 
-        A token whose logits are needed is never among them: the last one, and those before a prompt token to score.
+        A token whose logits are needed is never among them: the last one, and those before a
+        prompt token to score.
         """
         if not self._caches_prefixes:
             return []
@@ -59,7 +61,7 @@ class BlockTables:
         return num_new + num_spare <= num_free_left
 
     def fill(self, sequence: Sequence, prefix: list[int]) -> None:
-        """Give *sequence* blocks for its known tokens: *prefix*, which need not run again, and new ones."""
+        """Give *sequence* blocks for its known tokens: the computed *prefix*, and new ones."""
         self._blocks.share(prefix)
         num_new = self._num_blocks_for(sequence.num_tokens) - len(prefix)
         sequence.block_ids = prefix + self._blocks.allocate(num_new)
@@ -106,14 +108,14 @@ class BlockTables:
         sequence.registers_blocks = False
 
     def forget_cached(self, sequences: Iterable[Sequence]) -> None:
-        """Empty the prefix cache; *sequences*, which have begun already, put nothing into it any more."""
+        """Empty the prefix cache; *sequences*, which have begun, put nothing into it any more."""
         for sequence in sequences:
             self.break_promises(sequence)
             sequence.registers_blocks = False
         self._blocks.drop_cached()
 
     def check_invariants(self, sequences: Iterable[Sequence]) -> None:
-        """Assert that the tables of *sequences* are whole, and that no shared block can be written."""
+        """Assert that these are all tables there are, and that no shared block can be written."""
         tables = [s.block_ids for s in sequences]
         self._blocks.check_invariants(tables)
         self._promises.check_invariants()

@@ -13,7 +13,8 @@ class SchedulerConfig:
     """The room that a scheduler deals out.
 
     Raises:
-        ConfigError: a limit is not a whole number above 0, or a step cannot hold a token of every sequence.
+        ConfigError: a limit is not a whole number above 0, or a step cannot hold a token of every
+        sequence.
     """
 
     num_blocks: int
@@ -60,8 +61,9 @@ class SchedulerConfig:
 def check_request(config: SchedulerConfig, request: Request) -> None:
     """Raise RequestError where *request* can never be served.
 
-    A prompt must leave room for one token within `max_model_len` and within the KV cache. With `max_tokens=0` nothing is
-    generated, and it may fill them. A request that fits so far, but not with all of its `max_tokens`, ends with "length".
+    A prompt must leave room for one token within `max_model_len` and within the KV cache. With
+    `max_tokens=0` nothing is generated, and it may fill them. A request that fits so far, but not
+    with all of its `max_tokens`, ends with "length".
     """
     num_prompt = request.num_prompt_tokens
     if num_prompt == 0:

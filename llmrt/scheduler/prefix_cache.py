@@ -1,11 +1,12 @@
-"""PrefixCache: which block holds the keys and values of which tokens, so that a common beginning is computed once.
+"""PrefixCache: which block holds the keys and values of which tokens.
 
 A full block is known by the hash of its tokens and of all tokens before it:
 
     hash(block i) = BLAKE2b(hash(block i - 1) + tokens of block i)        hash(block -1) = salt
 
-so equal hashes mean equal contents *and* equal positions. 128 bits of a cryptographic hash: nobody finds two chains with
-one hash, not even on purpose. This is numbers only; whether a block is in use is the BlockManager's business.
+so equal hashes mean equal contents *and* equal positions. 128 bits of a cryptographic hash: nobody
+finds two chains with one hash, not even on purpose. This is numbers only; whether a block is in use
+is the BlockManager's business.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ class PrefixCache:
         return len(self._block_of_hash)
 
     def chain(self, parent: bytes | None, token_ids: Iterable[int]) -> bytes:
-        """Return the hash of a full block after the block with hash *parent*; None for the first block."""
+        """Return the hash of a full block after the block *parent*; None for the first block."""
         data = (parent or self._root) + array("q", token_ids).tobytes()
         return blake2b(data, digest_size=_DIGEST_BYTES).digest()
 
@@ -42,7 +43,7 @@ class PrefixCache:
         return block_id in self._hash_of_block
 
     def insert(self, block_hash: bytes, block_id: int) -> None:
-        """Make a full block findable; the first block with the same contents stays the one that is found."""
+        """Make a full block findable; of equal ones the first stays the one that is found."""
         if block_hash not in self._block_of_hash:
             self._block_of_hash[block_hash] = block_id
             self._hash_of_block[block_id] = block_hash

@@ -1,9 +1,10 @@
 """PromisedBlocks: full blocks that a running sequence is about to compute, and who waits for them.
 
-Requests with a common beginning often arrive together, and the `n` completions of one request always do. Started at once,
-each would compute the same blocks. So the first promises what it will compute; those behind it are parked until the last
-block that they share is there, or until the promise is broken (preempted, aborted). Nobody waits for a sequence that
-ranks behind it, so nobody waits in a circle.
+Requests with a common beginning often arrive together, and the `n` completions of one request
+always do. Started at once, each would compute the same blocks. So the first promises what it will
+compute; those behind it are parked until the last block that they share is there, or until the
+promise is broken (preempted, aborted). Nobody waits for a sequence that ranks behind it, so nobody
+waits in a circle.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ class PromisedBlocks:
         self._parked.pop(sequence.seq_id, None)
 
     def settle(self, sequence: Sequence, block_hashes: Iterable[bytes]) -> None:
-        """End the promises of *sequence* for these blocks, kept or broken, and wake who waits for them."""
+        """End the promises of *sequence* for these blocks, kept or broken; wake who waits."""
         for block_hash in block_hashes:
             if self._promised_by.get(block_hash) is sequence:
                 del self._promised_by[block_hash]

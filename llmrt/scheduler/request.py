@@ -1,7 +1,7 @@
 """Request and Sequence: what was asked for, and how far each of its completions is.
 
-A Request is one prompt with its parameters. It has `n` Sequences: one per completion, each with its own output tokens,
-its own block table and a number (`seq_id`) by which the workers know it.
+A Request is one prompt with its parameters. It has `n` Sequences: one per completion, each with its
+own output tokens, its own block table and a number (`seq_id`) by which the workers know it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ class SequenceStatus(enum.Enum):
     """Where a sequence is in its life."""
 
     WAITING = "waiting"
-    """Not known to the workers: new, preempted, or parked until another has computed a prefix that they share."""
+    """Not known to the workers: new, preempted, or parked until another has computed a prefix that
+    they share."""
     RUNNING = "running"
     """Has a block table and a place among the `max_num_seqs`."""
     FINISHED = "finished"
@@ -46,7 +47,7 @@ class Request:
     logits_processors: bytes = b""
     """cloudpickle of `params.logits_processors`; the callables themselves do not travel."""
     scores_from: int = 0
-    """With prompt_logprobs: the first prompt token that is scored. Those before it may be cached."""
+    """With prompt_logprobs: the first prompt token that is scored; those before may be cached."""
     sequences: tuple[Sequence, ...] = field(init=False, default=())
     """Its `n` completions; made when the scheduler takes the request."""
     num_unfinished: int = field(init=False)
@@ -58,11 +59,7 @@ class Request:
     stop_token_ids: frozenset[int] = field(init=False)
 
     def __post_init__(self) -> None:
-        if isinstance(self.priority, bool) or not isinstance(self.priority, int):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise RequestError(
-                f"Request {self.request_id!r}: priority must be a whole number, "
-                f"not {self.priority!r}."
-            )
+        _require_whole_number(self.request_id, self.priority)
         self.end_token_ids = frozenset(() if self.params.ignore_eos else self.eos_token_ids)
         self.stop_token_ids = frozenset(self.params.stop_token_ids or ())
         self.num_unfinished = self.params.n
@@ -99,7 +96,8 @@ class Sequence:
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     needs_prompt_logprobs: bool = field(init=False)
-    """Whether prompt log-probabilities are still to be computed; only the first completion does it."""
+    """Whether prompt log-probabilities are still to be computed; only the first completion does
+    it."""
     num_prompt_logprobs: int = 0
     """Prompt positions before this one have been passed on."""
     was_admitted: bool = False
@@ -188,4 +186,11 @@ class Sequence:
             params,
             logits_processors=None,
             prompt_logprobs=params.prompt_logprobs if keeps_logprobs else None,
+        )
+
+
+def _require_whole_number(request_id: str, priority: object) -> None:
+    if isinstance(priority, bool) or not isinstance(priority, int):
+        raise RequestError(
+            f"Request {request_id!r}: priority must be a whole number, not {priority!r}."
         )

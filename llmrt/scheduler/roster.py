@@ -1,12 +1,13 @@
 """Roster: every sequence that is not done with, and the one place where it is.
 
     enter ─► waiting ──admit──► running ──end──► gone
-              │ ▲ ▲                │  │            ▲
-         park │ │ └────preempt─────┘  │            │ when the last step in flight that runs it has run
-              ▼ │                     └─► retiring ┘
+              │ ▲ ▲               │  │            ▲
+         park │ │ └────preempt────┘  │            │ when the last step in flight
+              ▼ │                    └─► retiring ┘ that runs it has run
              parked
 
-It moves sequences between places and keeps their blocks in step with that. Who moves, and when, the Scheduler decides.
+It moves sequences between places and keeps their blocks in step with that. Who moves, and when, the
+Scheduler decides.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ class Roster:
 
     @property
     def num_free_seats(self) -> int:
-        """Return how many more may run. Parked ones have a seat: they run as soon as they are woken."""
+        """Return how many more may run. Parked ones have a seat: they run when they are woken."""
         return self._config.max_num_seqs - len(self.running) - self.promises.num_parked
 
     @property
@@ -79,7 +80,7 @@ class Roster:
         self.sequences.update((s.seq_id, s) for s in request.sequences)
 
     def admit(self, sequence: Sequence, prefix: list[int]) -> None:
-        """Move the head of the queue to the running, its blocks beginning with the cached *prefix*."""
+        """Move the head of the queue to the running; its table begins with the cached *prefix*."""
         self.waiting.pop(sequence)
         self.tables.fill(sequence, prefix)
         sequence.status = SequenceStatus.RUNNING
@@ -94,12 +95,13 @@ class Roster:
         """Whether no step in flight runs a waiting sequence from before its preemption."""
         return sequence.seq_id not in self._retiring
 
-    def preempt_last(self) -> None:
-        """Send the last of the running back to the queue; it will be computed again from its tokens."""
+    def preempt_last(self) -> Sequence:
+        """Send the last of the running back to the queue, to be computed again from its tokens."""
         sequence = self.running.pop()
         sequence.status = SequenceStatus.WAITING
         self._retire(sequence)
         self.waiting.push(sequence)
+        return sequence
 
     def end(
         self, sequence: Sequence, finish_reason: FinishReason, stop_reason: int | str | None = None
@@ -165,7 +167,7 @@ class Roster:
         return sequence
 
     def _retire(self, sequence: Sequence) -> None:
-        """Let the workers forget a sequence, and take its blocks back as soon as no step in flight runs it."""
+        """Let the workers forget a sequence; its blocks come back when no step runs it."""
         self._to_forget.append(sequence.seq_id)
         self.tables.break_promises(sequence)
         if sequence.num_steps_in_flight:

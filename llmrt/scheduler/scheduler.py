@@ -1,15 +1,17 @@
 """Scheduler: decides what every step runs, and keeps the books of what came of it.
 
-The caller alternates `schedule()` and `update()`. It may call `schedule()` once more before the `update()` of the step
-before: one step then runs while the next is prepared. A sequence whose next token is still in the workers can be scheduled
-all the same, for they keep the tokens. If that token turns out to end it, what the later step samples is dropped.
+The caller alternates `schedule()` and `update()`. It may call `schedule()` once more before the
+`update()` of the step before: one step then runs while the next is prepared. A sequence whose next
+token is still in the workers can be scheduled all the same, for they keep the tokens. If that token
+turns out to end it, what the later step samples is dropped.
 
-Workers run steps in order, so what a step reads was written by the steps before it. Even so a block goes back to the free
-ones only when no step in flight runs its sequence.
+Workers run steps in order, so what a step reads was written by the steps before it. Even so a block
+goes back to the free ones only when no step in flight runs its sequence.
 
-Sequences are served by (priority, arrival). Whoever runs gets its token or chunk first; a sequence that needs a block
-where none is free preempts the last of the running, perhaps itself; then the queue is admitted in order, never past a
-head that does not fit. So the first sequence of all always moves on, nobody is overtaken by a later one of its own
+Sequences are served by (priority, arrival). Whoever runs gets its token, or a chunk of its prompt
+unless the head of the queue ranks before it. Who needs a block where none is free preempts the last
+of the running, perhaps itself. Then the queue is admitted in order, never past a head that does not
+fit. So the first sequence of all always moves on, nobody is overtaken by a later one of its own
 priority, and better priorities overtake only so often (see WaitingQueue).
 """
 
@@ -20,7 +22,7 @@ from collections import deque
 from llmrt.messages import Batch, BatchResult, PromptLogprobs, SampledToken, SequenceFailure
 from llmrt.outputs import EngineStats
 from llmrt.scheduler.limits import SchedulerConfig, check_request
-from llmrt.scheduler.request import Request, Sequence
+from llmrt.scheduler.request import Request, Sequence, SequenceStatus
 from llmrt.scheduler.roster import Roster
 from llmrt.scheduler.step_plan import StepPlan
 from llmrt.scheduler.stopping import ending
@@ -55,7 +57,7 @@ class Scheduler:
         check_request(self._config, request)
 
     def add(self, request: Request) -> list[Update]:
-        """Take a request, and return what can be said at once: with `max_tokens=0`, that it is over.
+        """Take a request; return what can be said at once: that it is over, with `max_tokens=0`.
 
         Raises:
             RequestError: it can never be served, or a live request has its id.
@@ -94,9 +96,10 @@ class Scheduler:
         assert len(self._in_flight) < _MAX_STEPS_IN_FLIGHT, "update() must catch up first"
         self._roster.drop_finished()
         plan = StepPlan(num_tokens_left=self._config.max_num_batched_tokens)
-        preempts = self._schedule_running(plan)
-        while not preempts and self._admit_next(plan):
+        self._schedule_running(plan)
+        while self._admit_next(plan):
             pass
+        self._schedule_postponed(plan)
         if plan.is_empty:
             assert self._in_flight or not self._roster.requests, "a sequence can never run"
             return None
@@ -153,7 +156,7 @@ class Scheduler:
         )
 
     def reset_prefix_cache(self) -> None:
-        """Forget every cached prefix, as after a change of weights. What runs goes on with its blocks."""
+        """Forget every cached prefix, as after a change of weights; what runs keeps its blocks."""
         self._roster.forget_cached_prefixes()
 
     def check_invariants(self) -> None:
@@ -165,44 +168,58 @@ class Scheduler:
 
     # ---- scheduling ----
 
-    def _schedule_running(self, plan: StepPlan) -> bool:
-        """Give every running sequence its token or chunk, in order of rank, with one token kept for each behind it.
-
-        Returns:
-            Whether a sequence was preempted for it.
-        """
+    def _schedule_running(self, plan: StepPlan) -> None:
+        """Give each of the running its token or chunk, and keep a token for each behind it."""
         running = self._roster.running
         tables = self._roster.tables
-        num_before = len(running)
+        head = self._roster.waiting.peek()
         index = 0
         while index < len(running):
             sequence = running[index]
             index += 1
             num_tokens = num_to_run = sequence.num_tokens_to_run
             if num_to_run > 1:
-                num_tokens = min(num_to_run, plan.num_tokens_left - (len(running) - index))
+                if head is not None and head.rank < sequence.rank:
+                    plan.postponed.append(sequence)
+                    continue
+                num_tokens = min(num_to_run, plan.num_spare_tokens - (len(running) - index))
             if num_tokens <= 0:
                 continue
             new_block_ids: tuple[int, ...] = ()
             if tables.is_full(sequence):
-                self._make_room()
-                if index > len(running) or not tables.num_free:
+                if not self._make_room(sequence):
                     continue
                 new_block_ids = (tables.grow(sequence),)
             plan.add(sequence, num_tokens, num_tokens == num_to_run, new_block_ids)
-        return len(running) < num_before
 
-    def _make_room(self) -> None:
-        """Preempt the last of the running until a block is free, or is sure to be when a step in flight has run."""
-        while not self._roster.tables.num_free and not self._roster.is_retiring:
-            self._roster.preempt_last()
+    def _make_room(self, sequence: Sequence) -> bool:
+        """Preempt the last of the running until a block is free for *sequence*.
+
+        Returns:
+            False where *sequence* must do without: it was itself the last, or blocks come back, but
+            only when a step in flight has run.
+        """
+        while not self._roster.tables.num_free:
+            if self._roster.is_retiring:
+                return False
             self._num_preemptions += 1
+            if self._roster.preempt_last() is sequence:
+                return False
+        return True
+
+    def _schedule_postponed(self, plan: StepPlan) -> None:
+        """Run chunks of prompts that rank behind the head of the queue with what that has left."""
+        while plan.postponed:
+            sequence = plan.postponed.popleft()
+            num_to_run = sequence.num_tokens_to_run
+            num_tokens = min(num_to_run, plan.num_spare_tokens)
+            plan.add(sequence, num_tokens, num_tokens == num_to_run, ())
 
     def _admit_next(self, plan: StepPlan) -> bool:
-        """Admit or park the head of the queue; return False where it must wait, and all behind it."""
+        """Admit or park the head of the queue; return False where it must wait with all others."""
         roster = self._roster
         sequence = roster.waiting.peek()
-        if sequence is None or roster.num_free_seats <= 0 or plan.num_tokens_left <= 0:
+        if sequence is None or roster.num_free_seats <= 0 or plan.num_spare_tokens <= 0:
             return False
         if not roster.can_restart(sequence):
             return False
@@ -232,7 +249,9 @@ class Scheduler:
 
     def _unfinished(self, seq_id: int) -> Sequence | None:
         sequence = self._roster.sequences.get(seq_id)
-        return None if sequence is None or sequence.is_finished else sequence
+        if sequence is None or sequence.status is SequenceStatus.FINISHED:
+            return None
+        return sequence
 
     def _count_as_run(self, batch: Batch) -> list[Sequence]:
         """Note that a step has run: its tokens are in the cache, and full blocks can be found.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass, field
 
 from llmrt.messages import Batch, NewSequence, ScheduledSequence
@@ -17,16 +18,24 @@ class StepPlan:
     decodes: list[ScheduledSequence] = field(default_factory=list[ScheduledSequence])
     prefills: list[ScheduledSequence] = field(default_factory=list[ScheduledSequence])
 
+    postponed: deque[Sequence] = field(default_factory=deque[Sequence])
+    """Running prompts that rank behind the head of the queue; a token is kept for each."""
+
+    @property
+    def num_spare_tokens(self) -> int:
+        """Return how many tokens are left that are not kept for the postponed."""
+        return self.num_tokens_left - len(self.postponed)
+
     @property
     def is_empty(self) -> bool:
         """Whether nothing runs."""
         return not self.decodes and not self.prefills
 
     def add_new(self, sequence: Sequence) -> None:
-        """Introduce *sequence* to the workers, and run as many of its tokens as there is room for."""
+        """Introduce *sequence* to the workers, and run as many of its tokens as fit."""
         self.new.append(sequence.describe())
         num_to_run = sequence.num_tokens_to_run
-        num_tokens = min(num_to_run, self.num_tokens_left)
+        num_tokens = min(num_to_run, self.num_spare_tokens)
         self.add(sequence, num_tokens, num_tokens == num_to_run, tuple(sequence.block_ids))
 
     def add(

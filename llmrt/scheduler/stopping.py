@@ -1,4 +1,4 @@
-"""Whether a sequence ends with the token it has just got. Stop strings are found by whoever has the text."""
+"""Whether a sequence ends with its newest token; whoever has the text finds the stop strings."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ class TokenUpdate(NamedTuple):
 
     request_id: str
     index: int  # pyright: ignore[reportIncompatibleMethodOverride]
-    """Which of the request's completions this is. (Hides `tuple.index`, which nobody needs here.)"""
+    """Which of the request's completions this is. It hides `tuple.index`, which has no use here."""
     seq_id: int
     token_id: int
     logprob: float | None = None
@@ -31,7 +31,7 @@ class TokenUpdate(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PromptLogprobsUpdate:
-    """Log-probabilities of prompt tokens [start, start + len(positions)); each position comes once, in order."""
+    """Log-probabilities of prompt tokens from `start` on; each token's come once, in order."""
 
     request_id: str
     index: int
@@ -52,7 +52,10 @@ class SequenceFinished:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SequenceFailed:
-    """A sequence has ended because it could not be sampled. Its siblings go on until they are aborted."""
+    """A sequence has ended because it could not be sampled.
+
+    Its siblings go on until they are aborted.
+    """
 
     request_id: str
     index: int

@@ -1,11 +1,13 @@
 """WaitingQueue: who is admitted next.
 
-The order is (priority, arrival), and a preempted sequence has kept its arrival, so it comes before all that were never
-admitted. So that nobody waits for ever while better priorities keep arriving, every `MAX_OVERTAKES` admissions past an
-older sequence are followed by one of the oldest, whatever its priority. From then on it ranks before all priorities, so
-that it is not preempted for them either.
+The order is (priority, arrival), and a preempted sequence has kept its arrival, so it comes before
+all that were never admitted. So that nobody waits for ever while better priorities keep arriving,
+every `MAX_OVERTAKES` admissions past an older sequence are followed by one of the oldest, whatever
+its priority. From then on it ranks before all priorities, so that it is not preempted for them
+either.
 
-Two heaps with lazy deletion; no operation looks at more than a few of the waiting, however many there are.
+Two heaps with lazy deletion; no operation looks at more than a few of the waiting, however many
+there are.
 """
 
 from __future__ import annotations
@@ -37,12 +39,17 @@ class WaitingQueue:
     def __iter__(self) -> Iterator[Sequence]:
         return iter(self._waiting.values())
 
+    @property
+    def num_entries(self) -> int:
+        """Return how many heap entries there are, dead ones included."""
+        return len(self._by_rank) + len(self._by_age)
+
     def push(self, sequence: Sequence) -> None:
         """Add a sequence at its place."""
         self._waiting[sequence.seq_id] = sequence
         heappush(self._by_rank, (sequence.rank, sequence.seq_id))
         heappush(self._by_age, sequence.seq_id)
-        if len(self._by_age) + len(self._by_rank) > 4 * len(self._waiting) + _SLACK:
+        if self.num_entries > 4 * len(self._waiting) + _SLACK:
             self._rebuild()
 
     def discard(self, sequence: Sequence) -> None:

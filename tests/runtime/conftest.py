@@ -10,8 +10,8 @@ import pytest
 from llmrt.config import Timeouts
 from llmrt.runtime.launchers.base import GroupSpec, Launcher
 from llmrt.runtime.launchers.mp import ForkHistory, MpLauncher
+from llmrt.runtime.rank_view import WorkerOutput
 from llmrt.runtime.start_method import StartMethod
-from llmrt.runtime.supervisor import WorkerOutput
 from llmrt.runtime.worker_group import WorkerGroup
 from tests.support.fake_workers import FakeConfig
 

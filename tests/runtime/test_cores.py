@@ -110,6 +110,17 @@ def test_a_container_that_shows_the_hosts_path_is_limited_by_what_is_mounted(
     assert available_cores(tmp_path) == 2
 
 
+def test_cgroup_v2_beside_v1_has_a_folder_of_its_own(many_cores: None, tmp_path: Path) -> None:
+    write(
+        tmp_path,
+        {
+            "proc/self/cgroup": "4:memory:/\n0::/job",
+            "sys/fs/cgroup/unified/job/cpu.max": "500000 100000",
+        },
+    )
+    assert available_cores(tmp_path) == 5
+
+
 # ---- threads of a rank ----
 
 

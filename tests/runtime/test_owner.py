@@ -174,6 +174,7 @@ def test_busy_threads_and_strict_warnings_make_no_noise(start_owner: Any, method
     assert owner.finish() == ""
     assert owner.facts["method"] == method
     assert owner.facts["exits"] == [0, 0]
+    assert "output" not in owner.facts
 
 
 def test_time_in_which_the_owner_was_stopped_does_not_count(start_owner: Any) -> None:

@@ -1,8 +1,10 @@
-"""A worker without a model: it keeps a KV cache of fingerprints, and checks every one that it reads.
+"""A worker without a model: it keeps a KV cache of fingerprints, and checks every one that it
+reads.
 
-The fingerprint at a position stands for the keys and values there: it depends on all tokens up to it. So a wrong block, a
-stale one, or one that another sequence has written is found at the first token that attends to it. The next token is a
-function of the last fingerprint and the seed, which makes the one right answer easy to compute alone.
+The fingerprint at a position stands for the keys and values there: it depends on all tokens up to
+it. So a wrong block, a stale one, or one that another sequence has written is found at the first
+token that attends to it. The next token is a function of the last fingerprint and the seed, which
+makes the one right answer easy to compute alone.
 """
 
 from __future__ import annotations
@@ -38,7 +40,8 @@ def fingerprints(token_ids: Iterable[int]) -> list[int]:
 def next_token(
     fingerprint: int, seed: int, num_output: int, params: SamplingParams, eos: Sequence[int]
 ) -> int:
-    """Return the one right next token; like the real sampler, none that may not come before min_tokens."""
+    """Return the one right next token; like the real sampler, none that may not come before
+    min_tokens."""
     banned = {*eos, *(params.stop_token_ids or ())} if num_output < params.min_tokens else set()
     allowed = [t for t in range(VOCABULARY) if t not in banned]
     return allowed[hash((fingerprint, seed)) % len(allowed)]
@@ -54,7 +57,8 @@ class Completion:
 
 
 def generate_alone(request: Request, index: int, length_limit: int) -> Completion:
-    """Return what completion *index* must be, generated one token at a time with nothing else around."""
+    """Return what completion *index* must be, generated one token at a time with nothing else
+    around."""
     params = request.params
     eos = () if params.ignore_eos else request.eos_token_ids
     room = length_limit - len(request.prompt_token_ids)
@@ -85,7 +89,8 @@ class _State:
 
 
 class FakeWorker:
-    """Runs batches as the protocol says, and asserts everything that a real worker must be able to rely on."""
+    """Runs batches as the protocol says, and asserts everything that a real worker must be able to
+    rely on."""
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
         self._block_size = block_size
@@ -108,8 +113,8 @@ class FakeWorker:
             self._extend_table(item)
         runs = [(self._sequences[item.seq_id], item) for item in batch.scheduled]
         runs = [(state, item) for state, item in runs if not state.has_failed]
-        # Read before and after all writes: nothing may count on a block that this step fills for another sequence,
-        # and no sequence may write what another one reads.
+        # Read before and after all writes: nothing may count on a block that this step fills for
+        # another sequence, and no sequence may write what another one reads.
         for state, item in runs:
             self._check_reads(state, item.start)
         for state, item in runs:
@@ -118,8 +123,9 @@ class FakeWorker:
             self._check_reads(state, item.start + item.num_tokens)
         return self._answer(batch.step, runs)
 
-    def touched_slots(self, batch: Batch) -> dict[int, set[int]]:
-        """Return, by sequence, the blocks that *batch*, the one just executed, may have read or written."""
+    def used_blocks(self, batch: Batch) -> dict[int, set[int]]:
+        """Return, by sequence, the blocks that *batch*, the one just executed, may have read or
+        written."""
         return {
             item.seq_id: set(self._sequences[item.seq_id].block_ids) for item in batch.scheduled
         }

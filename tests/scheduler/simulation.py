@@ -1,4 +1,5 @@
-"""Simulation: the real scheduler and a fake worker, driven call by call, with every promise checked after every call."""
+"""Simulation: the real scheduler and a fake worker, driven call by call, with every promise checked
+after every call."""
 
 from __future__ import annotations
 
@@ -64,7 +65,8 @@ class Collected:
 
 
 class Simulation:
-    """A scheduler with its worker. A step is executed when it is scheduled, and its result waits for `update`."""
+    """A scheduler with its worker. A step is executed when it is scheduled, and its result waits
+    for `update`."""
 
     def __init__(self, config: SchedulerConfig) -> None:
         self.config = config
@@ -111,10 +113,10 @@ class Simulation:
             assert self._results or not self.scheduler.has_unfinished, "stuck"
             return None
         result = self.worker.execute(batch)
-        touched = self.worker.touched_slots(batch)
-        self._check_apart(batch, touched)
+        used = self.worker.used_blocks(batch)
+        self._check_apart(batch, used)
         self.batches.append(batch)
-        self._results.append((result, touched))
+        self._results.append((result, used))
         return batch
 
     def update(self) -> list[Update]:
@@ -141,13 +143,15 @@ class Simulation:
         raise AssertionError(f"not done after {max_steps} steps")
 
     def check_results(self) -> None:
-        """Assert that every completion is the one that its request has alone, or its beginning where it was cut."""
+        """Assert that every completion is the one that its request has alone, or its beginning
+        where it was cut."""
         for request in self.requests.values():
             for index in range(request.params.n):
                 self._check_completion(request, index)
 
     def check_all_released(self) -> None:
-        """Assert that nothing is left: every block can be allocated, and only a new step tells workers to forget."""
+        """Assert that nothing is left: every block can be allocated, and only a new step tells
+        workers to forget."""
         stats = self.scheduler.stats()
         assert (stats.num_running, stats.num_waiting) == (0, 0)
         assert stats.num_free_blocks == self.config.num_blocks
@@ -175,8 +179,9 @@ class Simulation:
         if collected.token_ids or collected.finish_reason == "length":
             assert positions == wanted
 
-    def _check_apart(self, batch: Batch, touched: dict[int, set[int]]) -> None:
-        """Assert that no sequence writes a block which another one uses in a step that is still in flight."""
+    def _check_apart(self, batch: Batch, used: dict[int, set[int]]) -> None:
+        """Assert that no sequence writes a block which another one uses in a step that is still in
+        flight."""
         block_size = self.config.block_size
         sequences = {s.seq_id: s for r in self.requests.values() for s in r.sequences}
         for _, earlier in self._results:

@@ -130,6 +130,9 @@ class FakeWorker:
         """Get stuck; the constructor has seen to it that SIGTERM is ignored."""
         threading.Event().wait()
 
+    def fault_sleep(self, seconds: object) -> None:
+        time.sleep(float(seconds))  # type: ignore[arg-type]
+
     def fault_slow(self, _: object) -> None:
         for done in range(6):
             time.sleep(0.1)

@@ -42,7 +42,9 @@ def new_group(options: dict[str, Any]) -> WorkerGroup:
         start_method=StartMethod(name=options.get("method", "spawn"), reason="a test"),
     )
     timeouts = Timeouts(**options.get("timeouts", {"close": 8.0, "close_ask": 1.0}))
-    return WorkerGroup(spec, MpLauncher(), timeouts, on_output=lambda _: None, on_phase=_say_phase)
+    return WorkerGroup(
+        spec, MpLauncher(), timeouts, on_output=lambda o: say(output=o.text), on_phase=_say_phase
+    )
 
 
 def _say_phase(rank: int | None, phase: str, detail: str) -> None:

@@ -93,8 +93,8 @@ class WorkerThread:
             code = 1
         finally:
             self._exit_code = code
-            with contextlib.suppress(OSError):
-                self._theirs.shutdown(socket.SHUT_RDWR)
+            self._theirs.close()
+            with contextlib.suppress(OSError):  # nobody waits for it any more
                 self._button.send(b"\0")
 
     def fileno(self) -> int:
@@ -140,4 +140,3 @@ class WorkerThread:
                 "with its current command, or with this process. It is here:\n"
                 + stack_of(self._thread)
             )
-        self._theirs.close()
