@@ -38,7 +38,7 @@ if TYPE_CHECKING:
         WorkerCloseReport,
         WorkerInfo,
     )
-    from llmrt.sampling import SamplingParams
+    from llmrt.sampling import SamplingParams, StructuredOutput
 
 _HOME = {
     "llmrt.async_engine": ("AsyncEngine",),
@@ -71,7 +71,7 @@ _HOME = {
         "WorkerCloseReport",
         "WorkerInfo",
     ),
-    "llmrt.sampling": ("SamplingParams",),
+    "llmrt.sampling": ("SamplingParams", "StructuredOutput"),
 }
 """By module: the public names that live there. They are imported when first asked for."""
 
@@ -99,6 +99,7 @@ __all__ = [
     "RequestOutput",
     "SamplingParams",
     "Score",
+    "StructuredOutput",
     "TimelineEntry",
     "Timeouts",
     "WorkerCloseReport",

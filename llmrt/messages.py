@@ -189,6 +189,8 @@ class NewSequence:
     """params.bad_words as token ids."""
     logits_processors: bytes = b""
     """cloudpickle of params.logits_processors, which are taken out of `params`; empty for none."""
+    grammar: str = ""
+    """params.structured_output, compiled, which is taken out of `params`; empty for none."""
     scores_from: int = 0
     """With params.prompt_logprobs: the first prompt token that is scored."""
 

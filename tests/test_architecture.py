@@ -24,7 +24,7 @@ BASE_EXTRAS = (
 """Base files of their own: they import `errors` and each other."""
 OPTIONAL_OR_HEAVY = {
     "tokenizers", "jinja2", "huggingface_hub", "tqdm", "gguf", "cloudpickle", "ray", "IPython",
-    "numpy", "torch", "readline",
+    "numpy", "torch", "readline", "llguidance",
 }  # fmt: skip
 NATIVE_POOLS = {"torch", "numpy", "gguf", "ray"}
 FILES = sorted(ROOT.rglob("*.py"))

@@ -32,6 +32,7 @@ from llmrt.worker.function_calls import call_function
 from llmrt.worker.model_runner import ModelRunner
 from llmrt.worker.models.decoder import Decoder
 from llmrt.worker.sampler import Sampler
+from llmrt.worker.sampling.grammars import Grammars
 from llmrt.worker.tensor_parallel import TPGroup, join_group
 from llmrt.worker.weight_updates import WeightUpdates
 from llmrt.worker.weights.catalogue import RecordingReader
@@ -133,10 +134,13 @@ class Worker:
         finally:
             reader.close()
         self.model = model
-        self._runner = ModelRunner(config, model, group, placement, Sampler())
+        sampler = Sampler(Grammars(config.tokenizer, config.model.vocab_size))
+        self._runner = ModelRunner(config, model, group, placement, sampler)
         self._updates = WeightUpdates(config, placement, model, reader.catalogue, report)
 
     def _drop_model(self) -> None:
+        if self._runner is not None:
+            self._runner.close()
         self._runner = None
         self._updates = None
         self.model = None

@@ -41,7 +41,7 @@ def test_a_dropped_stream_of_three_completions_runs_on(narrow: Engine, how: str)
     match how:
         case "close":
             stream.close()
-            assert list(stream) == []
+            assert not any(i.finish_reason for i in stream), "it went on to its end"
         case "with":
             with stream:
                 pass

@@ -55,9 +55,11 @@ def test_prompt_logprobs_are_lost_to_a_cached_prefix_or_siblings(llm: Engine) ->
     asked = replace(RANDOM, prompt_logprobs=1, n=3)
     llm.generate([LONG], GREEDY)
     first, second = llm.generate([LONG], asked)[0], llm.generate([LONG, LONG], asked)[1]
-    assert first.prompt_logprobs == second.prompt_logprobs
     assert first.prompt_logprobs is not None
     assert len(first.prompt_logprobs) == len(LONG)
+    assert _values(first.prompt_logprobs) == pytest.approx(
+        _values(second.prompt_logprobs), abs=1e-4
+    )
     assert [o.token_ids for o in first.outputs] == [o.token_ids for o in second.outputs]
     plain = llm.generate([LONG], replace(RANDOM, n=3))[0]
     assert [o.token_ids for o in first.outputs] == [o.token_ids for o in plain.outputs]
@@ -74,7 +76,9 @@ def test_prompt_logprobs_are_given_twice_or_not_at_all_after_a_preemption(
         assert tight.stats().num_preemptions > 0
     for got, wanted in zip(outputs, expected, strict=True):
         assert got.token_ids == wanted.token_ids
-        assert _values(got.prompt_logprobs) == pytest.approx(_values(wanted.prompt_logprobs))
+        assert _values(got.prompt_logprobs) == pytest.approx(
+            _values(wanted.prompt_logprobs), abs=1e-4
+        )
 
 
 def _values(prompt_logprobs: Any) -> list[float]:

@@ -72,9 +72,7 @@ def fresh_answers(model: Path) -> list[tuple[int, ...]]:
 
 @pytest.mark.parametrize("tp", [1, 2, 3])
 @pytest.mark.usefixtures("small_chunks")
-def test_an_updated_engine_differs_from_a_fresh_one(
-    tiny_model: Path, twin: Path, tp: int
-) -> None:
+def test_an_updated_engine_differs_from_a_fresh_one(tiny_model: Path, twin: Path, tp: int) -> None:
     first, second = fresh_answers(tiny_model), fresh_answers(twin)
     assert first != second
     with Engine(tiny_model, tp=tp) as llm:
