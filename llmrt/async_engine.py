@@ -76,6 +76,11 @@ class AsyncEngine:
         """Where the engine is in its life."""
         return self._engine.state
 
+    @property
+    def max_model_len(self) -> int:
+        """Most tokens of a sequence, prompt and output together."""
+        return self._engine.max_model_len
+
     def is_healthy(self) -> bool:
         """Return whether the engine is open and all its workers live."""
         return self._engine.is_healthy()

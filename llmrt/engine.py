@@ -229,6 +229,11 @@ class Engine:
         """
         return self._require_open().tokenizer
 
+    @property
+    def max_model_len(self) -> int:
+        """Most tokens of a sequence, prompt and output together."""
+        return self._require_open().plan.max_model_len
+
     def is_healthy(self) -> bool:
         """Return whether the engine is open and all its workers live."""
         return self.state is EngineState.RUNNING
