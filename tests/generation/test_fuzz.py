@@ -124,12 +124,14 @@ class EngineMachine(RuleBasedStateMachine):
         prefix_caching=st.booleans(),
     )
     def start(self, model: str, tokenizer: str, tp: int, extra_tokens: int, **limits: Any) -> None:
+        checkpoint = self.models[model]
+        if checkpoint.config.rope.depends_on_prompt_length:  # as the launch plan has it
+            limits["prefix_caching"] = False
         config = SchedulerConfig(
             max_num_batched_tokens=limits["max_num_seqs"] + extra_tokens,
             max_model_len=MAX_MODEL_LEN,
             **limits,
         )
-        checkpoint = self.models[model]
         self.engine = TinyEngine(checkpoint, self.tokenizers[tokenizer], tp, config)
         key = (model, tokenizer)
         if key not in self.references:
