@@ -11,6 +11,10 @@ Plain data only: ints, floats, strings, bytes, tuples and dataclasses of them. N
       │ ◄───────────────────── BatchResult    │
       │ CallFunction(payload) ──────────────► │  collective_rpc, apply_model
       │ ◄── FunctionReturned | FunctionRaised │
+      │ OpenWeights or WeightsChunk, … ─────► │  new weights, checked before they are used
+      │ ◄─────────────── Done | WeightsRefused│
+      │ ApplyWeights or DropWeights ────────► │
+      │ Sleep, later Wake(num_blocks) ──────► │  gives its memory away; gets it back
       │ Stop ───────────────────────────────► │  ends the worker
       │ ◄───────────────────────── Stopped    │
 """
@@ -90,6 +94,67 @@ class FunctionRaised:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class OpenWeights:
+    """Begin an update: open a checkpoint and check that it fits the model."""
+
+    update_id: int
+    weights: str
+    """As WorkerConfig has it."""
+    gguf_index: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WeightsChunk:
+    """Some bytes of a new tensor; its chunks come in order, one tensor after another."""
+
+    update_id: int
+    name: str
+    """As transformers names it."""
+    dtype: str
+    """`float32`, `bfloat16`, ..."""
+    shape: tuple[int, ...]
+    num_bytes: int
+    """Of the whole tensor."""
+    offset: int
+    data: bytes = field(repr=False)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ApplyWeights:
+    """Let the layers load what an update has brought."""
+
+    update_id: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DropWeights:
+    """Forget what an update has brought."""
+
+    update_id: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WeightsRefused:
+    """The weights do not fit the model, or cannot be read; it is as it was."""
+
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sleep:
+    """Free the KV cache, and move the weights to host memory or drop them."""
+
+    drops_weights: bool
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Wake:
+    """Bring the weights back, from host memory or the checkpoint, and allocate the KV cache."""
+
+    num_blocks: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Stop:
     """Destroy the group, free cache and weights, answer Stopped and exit."""
 
@@ -125,6 +190,8 @@ class NewSequence:
     """params.bad_words as token ids."""
     logits_processors: bytes = b""
     """cloudpickle of params.logits_processors, which are taken out of `params`; empty for none."""
+    grammar: str = ""
+    """params.structured_output, compiled, which is taken out of `params`; empty for none."""
     scores_from: int = 0
     """With params.prompt_logprobs: the first prompt token that is scored."""
 
@@ -246,5 +313,8 @@ class Execute:
     batch: Batch = field(repr=False)
 
 
-Command = Load | AllocateCache | Execute | CallFunction | Stop
-Answer = LoadReport | Done | BatchResult | FunctionReturned | FunctionRaised | Stopped
+WeightsCommand = OpenWeights | WeightsChunk | ApplyWeights | DropWeights
+Command = Load | AllocateCache | Execute | CallFunction | WeightsCommand | Sleep | Wake | Stop
+Answer = (
+    LoadReport | Done | BatchResult | FunctionReturned | FunctionRaised | WeightsRefused | Stopped
+)

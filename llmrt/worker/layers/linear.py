@@ -96,9 +96,13 @@ def _parameter(shape: tuple[int, ...], placement: Placement) -> nn.Parameter:
 
 
 def fill(parameter: Tensor, pieces: Sequence[Tensor]) -> None:
-    """Copy *pieces* into *parameter*, one after the other; together they are exactly as long."""
+    """Copy *pieces* into *parameter*, one after the other; together they are exactly as long.
+
+    A piece on the `meta` device has no values: what is there in its place stays.
+    """
     assert sum(len(p) for p in pieces) == len(parameter), "pieces do not fill the parameter"
     start = 0
     for piece in pieces:
-        parameter.data[start : start + len(piece)].copy_(piece)
+        if not piece.is_meta:
+            parameter.data[start : start + len(piece)].copy_(piece)
         start += len(piece)
