@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from llmrt.engine import Engine
     from llmrt.errors import (
         ConfigError,
+        EngineAsleepError,
         EngineClosedError,
         EngineDeadError,
         EngineNotOpenError,
@@ -33,11 +34,12 @@ if TYPE_CHECKING:
         Increment,
         Logprob,
         RequestOutput,
+        Score,
         TimelineEntry,
         WorkerCloseReport,
         WorkerInfo,
     )
-    from llmrt.sampling import SamplingParams
+    from llmrt.sampling import SamplingParams, StructuredOutput
 
 _HOME = {
     "llmrt.async_engine": ("AsyncEngine",),
@@ -45,6 +47,7 @@ _HOME = {
     "llmrt.engine": ("Engine",),
     "llmrt.errors": (
         "ConfigError",
+        "EngineAsleepError",
         "EngineClosedError",
         "EngineDeadError",
         "EngineNotOpenError",
@@ -65,11 +68,12 @@ _HOME = {
         "Increment",
         "Logprob",
         "RequestOutput",
+        "Score",
         "TimelineEntry",
         "WorkerCloseReport",
         "WorkerInfo",
     ),
-    "llmrt.sampling": ("SamplingParams",),
+    "llmrt.sampling": ("SamplingParams", "StructuredOutput"),
 }
 """By module: the public names that live there. They are imported when first asked for."""
 
@@ -81,6 +85,7 @@ __all__ = [
     "CompletionOutput",
     "ConfigError",
     "Engine",
+    "EngineAsleepError",
     "EngineClosedError",
     "EngineDeadError",
     "EngineNotOpenError",
@@ -95,6 +100,8 @@ __all__ = [
     "RequestError",
     "RequestOutput",
     "SamplingParams",
+    "Score",
+    "StructuredOutput",
     "TimelineEntry",
     "Timeouts",
     "WorkerCloseReport",

@@ -10,17 +10,28 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from typing_extensions import Self
 
-from llmrt.engine import Engine, results_of_call
+from llmrt.engine import Engine, results_of_call, scores_of
 from llmrt.intake import Message, Prompt
 from llmrt.lifecycle import EngineState
-from llmrt.outputs import CloseReport, EngineStats, RequestOutput, TimelineEntry, WorkerInfo
+from llmrt.new_weights import WeightsSource
+from llmrt.outputs import (
+    CloseReport,
+    EngineStats,
+    RequestOutput,
+    Score,
+    TimelineEntry,
+    WorkerInfo,
+)
 from llmrt.sampling import SamplingParams
 from llmrt.session import RemoteCall
 from llmrt.streams import AsyncStream
+from llmrt.tokenizer import Tokenizer
+from llmrt.upkeep import Upkeep
 
 if TYPE_CHECKING:
     import os
 
+    from llmrt.backend_choice import Backend
     from llmrt.runtime.start_method import StartMethod
 
 Result = TypeVar("Result")
@@ -70,6 +81,11 @@ class AsyncEngine:
     def state(self) -> EngineState:
         """Where the engine is in its life."""
         return self._engine.state
+
+    @property
+    def max_model_len(self) -> int:
+        """Most tokens of a sequence, prompt and output together."""
+        return self._engine.max_model_len
 
     def is_healthy(self) -> bool:
         """Return whether the engine is open and all its workers live."""
@@ -128,6 +144,27 @@ class AsyncEngine:
         buffer, abort = self._engine.begin_stream(prompt, params, priority, template_options)
         return AsyncStream(buffer, abort, owner=self)
 
+    async def score(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        continuations: Prompt | Sequence[Prompt],
+        *,
+        priority: int = 0,
+    ) -> list[Score]:
+        """Return how likely the model finds each continuation; as `Engine.score`."""
+        generations = self._engine.begin_scores(prompts, continuations, priority)
+        return scores_of(generations, await _gather([g.future for g in generations]))
+
+    @property
+    def default_params(self) -> SamplingParams:
+        """What a request without parameters gets."""
+        return self._engine.default_params
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The model's tokenizer and chat template."""
+        return self._engine.tokenizer
+
     # ---- workers ----
 
     async def collective_rpc(
@@ -142,6 +179,34 @@ class AsyncEngine:
         """Run *fn* on every rank's module; as `Engine.apply_model`."""
         return await self._call_result(self._engine.begin_call(fn, on_model=True), timeout)
 
+    # ---- long-lived use ----
+
+    async def reset_prefix_cache(self) -> None:
+        """Forget every cached prefix."""
+        await asyncio.wrap_future(self._engine.begin_upkeep(Upkeep.reset_prefix_cache))
+
+    async def sleep(self, level: int = 1) -> None:
+        """Give memory away until `wake()`; as `Engine.sleep`."""
+        await asyncio.wrap_future(self._engine.begin_upkeep(lambda upkeep: upkeep.sleep(level)))
+
+    async def wake(self) -> None:
+        """Take the memory back and serve again; as `Engine.wake`."""
+        await asyncio.wrap_future(self._engine.begin_upkeep(Upkeep.wake))
+
+    @property
+    def is_asleep(self) -> bool:
+        """Whether it is between `sleep()` and `wake()`."""
+        return self._engine.is_asleep
+
+    async def update_weights(self, source: WeightsSource) -> None:
+        """Replace weights between two steps; as `Engine.update_weights`.
+
+        An iterable is read in a thread of its own. Cancelled before all has arrived, nothing
+        changes.
+        """
+        update = self._engine.begin_weights_update(source)
+        await _in_thread(update.run, on_cancel=update.cancel)
+
     @property
     def workers(self) -> tuple[WorkerInfo, ...]:
         """The worker processes, by rank."""
@@ -151,6 +216,11 @@ class AsyncEngine:
     def start_method(self) -> StartMethod:
         """How the guard was started, and why."""
         return self._engine.start_method
+
+    @property
+    def backend(self) -> Backend:
+        """Where the workers run, and why."""
+        return self._engine.backend
 
     @property
     def timeline(self) -> tuple[TimelineEntry, ...]:

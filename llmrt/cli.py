@@ -1,4 +1,4 @@
-"""The command line: `llmrt run`, `llmrt chat`, `llmrt doctor`. It uses the public Engine only.
+"""The command line: `llmrt run`, `chat`, `bench`, `doctor`. It uses the public Engine only.
 
 stdout carries the answer and nothing else; what is said about it goes to stderr.
 """
@@ -12,6 +12,9 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import llmrt
+from llmrt.bench.runner import as_text as line_as_text
+from llmrt.bench.runner import run_workloads
+from llmrt.bench.workloads import select_workloads
 from llmrt.checkpoint.cache import cache_folder
 from llmrt.display.terminal_chat import TerminalChat
 from llmrt.doctor import as_text, report
@@ -70,6 +73,30 @@ def _chat(options: argparse.Namespace, engine: OpenEngine | None) -> int:
     return 0
 
 
+def _bench(options: argparse.Namespace, engine: OpenEngine | None) -> int:
+    workloads = select_workloads([name for name in options.workloads.split(",") if name])
+    make_engine = engine or llmrt.Engine
+    lines = run_workloads(
+        lambda: make_engine(options.bench_model, **_bench_engine_options(options)),
+        workloads,
+        repeat=options.repeat,
+        tp=options.tp,
+    )
+    for line in lines:
+        print(json.dumps(line) if options.json else line_as_text(line), flush=True)
+    return 0
+
+
+def _bench_engine_options(options: argparse.Namespace) -> dict[str, Any]:
+    return {
+        **{name: getattr(options, name) for name in ("tp", "device", "dtype", "quantization")},
+        "num_threads": options.threads,
+        "max_model_len": options.max_model_len,
+        "prefix_caching": not options.no_prefix_caching,
+        "progress": False,
+    }
+
+
 def _doctor(options: argparse.Namespace, engine: OpenEngine | None) -> int:
     found = report(cache_folder=cache_folder())
     print(json.dumps(found, indent=2) if options.json else as_text(found))
@@ -116,10 +143,39 @@ def _parser() -> argparse.ArgumentParser:
     _add_engine_options(chat)
     chat.set_defaults(command=_chat)
 
+    _add_bench(commands)
+
     doctor = commands.add_parser("doctor", help="show what llmrt finds on this machine")
     doctor.add_argument("--json", action="store_true", help="print it as JSON")
     doctor.set_defaults(command=_doctor)
     return parser
+
+
+def _add_bench(commands: Any) -> None:
+    bench = commands.add_parser("bench", help="measure how fast this machine runs a model")
+    bench.add_argument("bench_model", metavar="MODEL", nargs="?", help="as --model of `llmrt run`")
+    bench.add_argument("--workloads", default="", help="names, separated by commas (default: all)")
+    bench.add_argument(
+        "--repeat", type=_count, default=3, help="measured runs of each (%(default)s)"
+    )
+    bench.add_argument("--tp", type=int, default=1, help="number of workers that share the model")
+    bench.add_argument("--threads", type=_count, help="threads per worker (default: its share)")
+    bench.add_argument("--device", default="auto", help="auto, cpu or cuda")
+    bench.add_argument("--dtype", default="auto", help="auto, float32, bfloat16 or float16")
+    bench.add_argument("--quantization", help="int8 or int4")
+    bench.add_argument("--max-model-len", type=_count, default=2048, help="(default: %(default)s)")
+    bench.add_argument(
+        "--no-prefix-caching", action="store_true", help="compute every prompt in full"
+    )
+    bench.add_argument("--json", action="store_true", help="print a line of JSON for each")
+    bench.set_defaults(command=_bench)
+
+
+def _count(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not a number of at least 1")
+    return number
 
 
 def _add_engine_options(parser: argparse.ArgumentParser) -> None:

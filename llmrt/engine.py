@@ -6,7 +6,6 @@ ends. A closed engine can be opened again.
 
 from __future__ import annotations
 
-import itertools
 import os
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
@@ -18,25 +17,27 @@ from llmrt.by_value import dumps_call, loads_reply
 from llmrt.config import DEFAULT_BLOCK_SIZE, DTypeName, EngineConfig, Timeouts
 from llmrt.errors import RemoteCallError
 from llmrt.generation import Generation, GenerationFuture
-from llmrt.intake import (
-    Message,
-    Prompt,
-    as_conversations,
-    as_prompts,
-    is_conversation,
-    params_per_prompt,
-)
+from llmrt.intake import Message, Prompt
 from llmrt.lifecycle import EngineState, Lifecycle
 from llmrt.messages import CallFunction, FunctionRaised, FunctionReturned
+from llmrt.new_weights import WeightsSource, WeightsUpdate
 from llmrt.options import reject_unknown_options
-from llmrt.outputs import CloseReport, EngineStats, RequestOutput, TimelineEntry, WorkerInfo
+from llmrt.outputs import (
+    CloseReport,
+    EngineStats,
+    RequestOutput,
+    Score,
+    TimelineEntry,
+    WorkerInfo,
+)
 from llmrt.sampling import SamplingParams
-from llmrt.scheduler.request import Request
 from llmrt.session import RemoteCall
 from llmrt.streams import Stream, StreamBuffer
 from llmrt.tokenizer import Tokenizer
+from llmrt.upkeep import Upkeep
 
 if TYPE_CHECKING:
+    from llmrt.backend_choice import Backend
     from llmrt.runtime.start_method import StartMethod
 
 
@@ -50,8 +51,8 @@ class Engine:
         model: A directory or GGUF file, a Hub id, or None for the small default model
             (SmolLM2-135M-Instruct).
         tp: Number of ranks the model is split over (tensor parallelism).
-        backend: `auto`, `mp` (worker processes on this machine), `inprocess` (no worker process,
-            for debugging), or a Launcher.
+        backend: `auto`, `mp` (worker processes on this machine), `ray` (on a Ray cluster),
+            `inprocess` (no worker process, for debugging), or a Launcher.
         device: `auto`, `cpu` or `cuda`.
         dtype: `auto` (as the checkpoint is stored), `float32`, `bfloat16` or `float16`.
         start_method: `auto`, `fork` or `spawn`: how the process that owns the workers is born.
@@ -62,10 +63,12 @@ class Engine:
         gpu_memory_fraction: How much of a GPU's memory the engine may use.
         block_size: Tokens per block of the KV cache.
         prefix_caching: Keep computed prompts for later requests that begin alike.
-        quantization: Reserved.
+        quantization: `int8` (half the memory) or `int4` (a single stream twice as fast) for the
+            layers' matrices, on a CPU in bfloat16; None keeps them as the checkpoint has them.
         num_threads: Native threads per rank on a CPU; None is its share of the cores.
         seed: Of the requests that have none of their own.
-        placement_group: A Ray placement group, for `backend="ray"`.
+        placement_group: A Ray placement group for the workers; with none, the one that this
+            process runs in, or a new one.
         timeouts: Every limit on waiting.
         progress: Show progress on stderr: True, False, or `auto` (in a terminal or notebook).
         env: Environment variables for the workers, beside those they inherit.
@@ -124,7 +127,6 @@ class Engine:
             env=None if env is None else dict(env),
         )
         self._life = Lifecycle(options)
-        self._request_numbers = itertools.count()
 
     # ---- life ----
 
@@ -197,6 +199,11 @@ class Engine:
         """
         return self._life.require_opened().tokenizer
 
+    @property
+    def max_model_len(self) -> int:
+        """Most tokens of a sequence, prompt and output together."""
+        return self._life.require_opened().plan.max_model_len
+
     def is_healthy(self) -> bool:
         """Return whether the engine is open, all its workers live, and this process owns it."""
         return self._life.is_healthy
@@ -257,10 +264,8 @@ class Engine:
     ) -> GenerationFuture:
         """Queue one prompt and return a future of its RequestOutput; `cancel()` aborts it."""
         opened = self._life.require_opened()
-        request, text = opened.intake.request(
-            request_id or self._new_request_id(), prompt, params, priority=priority
-        )
-        return self._send(request, text).future
+        generation = opened.prompt(prompt, params, priority, request_id=request_id)
+        return opened.send(generation).future
 
     def stream(
         self,
@@ -275,6 +280,32 @@ class Engine:
         Dropping, closing or leaving the iterator aborts the request.
         """
         return Stream(*self.begin_stream(prompt, params, priority, template_options), owner=self)
+
+    def score(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        continuations: Prompt | Sequence[Prompt],
+        *,
+        priority: int = 0,
+    ) -> list[Score]:
+        """Return how likely the model finds each continuation of its prompt.
+
+        Args:
+            prompts: One for each continuation, or one for all of them.
+            continuations: Text or token ids. Text is tokenised together with its prompt, and
+                scored from the first token that the prompt alone does not have.
+            priority: Lower runs first.
+
+        Raises:
+            RequestError: a continuation adds no token, or has nothing before it.
+        """
+        generations = self.begin_scores(prompts, continuations, priority)
+        return scores_of(generations, _results([g.future for g in generations]))
+
+    @property
+    def default_params(self) -> SamplingParams:
+        """What a request without parameters gets: generation_config.json's, or vLLM's, defaults."""
+        return self._life.require_opened().limits.default_params
 
     # ---- workers ----
 
@@ -296,6 +327,56 @@ class Engine:
         """Run *fn* on every rank's `torch.nn.Module`; return the results by rank."""
         return self._wait_for_call(self.begin_call(fn, on_model=True), timeout)
 
+    # ---- long-lived use ----
+
+    def reset_prefix_cache(self) -> None:
+        """Forget every cached prefix; later requests compute theirs anew."""
+        self.begin_upkeep(Upkeep.reset_prefix_cache).result()
+
+    def sleep(self, level: int = 1) -> None:
+        """Give the memory of the KV cache away, and that of the weights, until `wake()`.
+
+        Verbs raise EngineAsleepError meanwhile; processes and groups stay up.
+
+        Args:
+            level: 1 keeps the weights in host memory; 2 drops them, and `wake` reads the
+                checkpoint again.
+
+        Raises:
+            RequestError: requests are unfinished; or with level 2, the weights came by
+                `update_weights` as tensors, so no checkpoint holds them.
+        """
+        self.begin_upkeep(lambda upkeep: upkeep.sleep(level)).result()
+
+    def wake(self) -> None:
+        """Take the memory back and serve again.
+
+        Raises:
+            RequestError: the weights cannot be read any more; the engine sleeps on.
+        """
+        self.begin_upkeep(Upkeep.wake).result()
+
+    @property
+    def is_asleep(self) -> bool:
+        """Whether it is between `sleep()` and `wake()`."""
+        upkeep = self._life.require_opened().session.upkeep
+        return upkeep is not None and upkeep.is_asleep
+
+    def update_weights(self, source: WeightsSource) -> None:
+        """Replace weights between two steps, and forget every cached prefix.
+
+        Requests that run go on with the new weights from their next token; what they have
+        computed stays. Nothing changes before everything has arrived and fits.
+
+        Args:
+            source: The directory or file of a checkpoint of the same model; or tensors by the
+                names that transformers gives them, all or some: pairs, or a state dict.
+
+        Raises:
+            RequestError: a name is unknown, or a shape is another; the old weights are whole.
+        """
+        self.begin_weights_update(source).run()
+
     @property
     def workers(self) -> tuple[WorkerInfo, ...]:
         """The worker processes, by rank; empty before the engine is opened."""
@@ -306,6 +387,11 @@ class Engine:
     def start_method(self) -> StartMethod:
         """How the guard was started, and why."""
         return self._life.require_session().group.start_method
+
+    @property
+    def backend(self) -> Backend:
+        """Where the workers run (`.name`), and why (`.reason`)."""
+        return self._life.require_session().backend
 
     @property
     def timeline(self) -> tuple[TimelineEntry, ...]:
@@ -329,13 +415,8 @@ class Engine:
         priority: int,
     ) -> list[GenerationFuture]:
         """Check every prompt, then queue them all; return their futures in order."""
-        items = as_prompts(prompts)
-        intake = self._life.require_opened().intake
-        built = [
-            intake.request(self._new_request_id(), prompt, p, priority=priority)
-            for prompt, p in zip(items, params_per_prompt(params, len(items)), strict=True)
-        ]
-        return self._send_all(built)
+        opened = self._life.require_opened()
+        return opened.send_all(opened.prompts(prompts, params, priority))
 
     def submit_chats(
         self,
@@ -345,13 +426,8 @@ class Engine:
         template_options: Mapping[str, Any],
     ) -> list[GenerationFuture]:
         """Check every conversation, then queue them all; return their futures in order."""
-        chats = as_conversations(messages)
         opened = self._life.require_opened()
-        built = [
-            opened.chat_request(self._new_request_id(), chat, p, priority, template_options)
-            for chat, p in zip(chats, params_per_prompt(params, len(chats)), strict=True)
-        ]
-        return self._send_all(built)
+        return opened.send_all(opened.chats(messages, params, priority, template_options))
 
     def begin_stream(
         self,
@@ -362,19 +438,20 @@ class Engine:
     ) -> tuple[StreamBuffer, Callable[[], None]]:
         """Queue one request; return where its increments arrive and what aborts it."""
         opened = self._life.require_opened()
-        request_id = self._new_request_id()
-        if is_conversation(prompt):
-            request, text = opened.chat_request(
-                request_id, prompt, params, priority, template_options
-            )
-        elif template_options:
-            names = ", ".join(sorted(template_options))
-            raise TypeError(f"stream() has no option {names} for a prompt that is not a chat.")
-        else:
-            request, text = opened.intake.request(request_id, prompt, params, priority=priority)
-        generation = self._send(request, text, streaming=True)
+        generation = opened.streamed(prompt, params, priority, template_options)
         assert generation.buffer is not None
-        return generation.buffer, opened.aborter(request_id)
+        opened.send(generation)
+        return generation.buffer, opened.aborter(generation.request.request_id)
+
+    def begin_scores(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        continuations: Prompt | Sequence[Prompt],
+        priority: int,
+    ) -> list[Generation]:
+        """Check every continuation, then queue them all."""
+        opened = self._life.require_opened()
+        return [opened.send(g) for g in opened.scores(prompts, continuations, priority)]
 
     def begin_call(
         self,
@@ -389,34 +466,19 @@ class Engine:
         payload = dumps_call(fn, args, kwargs)
         return session.call(CallFunction(payload=payload, on_model=on_model))
 
+    def begin_upkeep(self, work: Callable[[Upkeep], None]) -> Future[None]:
+        """Queue something to do to the engine between two steps."""
+        return self._life.require_opened().session.run(work)
+
+    def begin_weights_update(self, source: WeightsSource) -> WeightsUpdate:
+        """Return what sends new weights; its `run` blocks."""
+        return self._life.require_opened().weights_update(source)
+
     def abandon_call(self, call: RemoteCall) -> None:
         """Say that nobody waits for this call any more."""
         self._life.require_session().abandon(call)
 
     # ---- within ----
-
-    def _send_all(self, built: Sequence[tuple[Request, str | None]]) -> list[GenerationFuture]:
-        futures: list[GenerationFuture] = []
-        try:
-            for request, text in built:
-                futures.append(self._send(request, text).future)
-        except BaseException:  # Ctrl-C, or the engine ended: nobody will wait for the first ones
-            for future in futures:
-                future.cancel()
-            raise
-        return futures
-
-    def _send(self, request: Request, text: str | None, *, streaming: bool = False) -> Generation:
-        opened = self._life.require_opened()
-        generation = Generation(
-            request,
-            text,
-            opened.tokenizer,
-            on_cancel=opened.aborter(request.request_id),
-            streaming=streaming,
-        )
-        opened.session.add(generation)
-        return generation
 
     def _wait_for_call(self, call: RemoteCall, timeout: float | None) -> list[Any]:
         try:
@@ -427,9 +489,6 @@ class Engine:
             self.abandon_call(call)
             raise
 
-    def _new_request_id(self) -> str:
-        return f"request-{next(self._request_numbers)}"
-
 
 def _results(futures: Sequence[Future[RequestOutput]]) -> list[RequestOutput]:
     """Wait for all; where one fails, or the caller is interrupted, abort the others."""
@@ -439,6 +498,12 @@ def _results(futures: Sequence[Future[RequestOutput]]) -> list[RequestOutput]:
         for future in futures:
             future.cancel()
         raise
+
+
+def scores_of(generations: Sequence[Generation], outputs: Sequence[RequestOutput]) -> list[Score]:
+    """Return the scores that requests of `begin_scores` have brought."""
+    scored = zip(generations, outputs, strict=True)
+    return [Score.of(output, generation.request.scores_from) for generation, output in scored]
 
 
 def results_of_call(replies: Sequence[FunctionReturned | FunctionRaised]) -> list[Any]:

@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
+from contextvars import copy_context
 from dataclasses import dataclass, field
 
 from llmrt.messages import TokenLogprobs
@@ -74,12 +75,14 @@ class Generation:
         streaming: bool,
     ) -> None:
         self.request = request
+        self.context = copy_context()
+        """Whose request it is, to libraries that ask: a notebook's cell, an asyncio task."""
         self.future = GenerationFuture(on_cancel)
         self.buffer = StreamBuffer() if streaming else None
         self._prompt = prompt
         self._tokenizer = tokenizer
         self._completions = [
-            _Completion(index=i, stream=TextStream(tokenizer, request.params))
+            _Completion(index=i, stream=_text_stream(tokenizer, request))
             for i in range(request.params.n)
         ]
         self._prompt_logprobs: list[dict[int, Logprob] | None] = [None]
@@ -121,12 +124,18 @@ class Generation:
                 self.buffer.end(error)
 
     def _new_text(self, completion: _Completion, update: TokenUpdate) -> tuple[str, str | None]:
-        if not self.request.params.detokenize:
+        """Return the text that this token settles, and the stop string that ends it, if any."""
+        params = self.request.params
+        stream = completion.stream
+        if not params.detokenize:
             return "", None
-        delta = completion.stream.append((update.token_id,))
-        if delta.stop is not None or update.finish_reason is None:
-            return delta.text, delta.stop
-        return delta.text + completion.stream.finish(), None
+        text = ""
+        # The token that ends a completion is not a part of its text, unless that is asked for.
+        if update.finish_reason != "stop" or params.include_stop_str_in_output:
+            text = stream.append((update.token_id,)).text
+        if stream.stop is None and update.finish_reason is not None:
+            text += stream.finish()
+        return text, stream.stop
 
     def _add_logprobs(
         self, completion: _Completion, update: TokenUpdate
@@ -141,12 +150,15 @@ class Generation:
         return (named,)
 
     def _named(self, top: TokenLogprobs) -> dict[int, Logprob]:
+        entries = zip(top.token_ids, top.logprobs, top.ranks, strict=True)
         return {
-            token_id: Logprob(
-                logprob=logprob, rank=rank, decoded_token=self._tokenizer.decode([token_id])
-            )
-            for token_id, logprob, rank in zip(top.token_ids, top.logprobs, top.ranks, strict=True)
+            token_id: Logprob(logprob=logprob, rank=rank, decoded_token=self._text_of(token_id))
+            for token_id, logprob, rank in entries
         }
+
+    def _text_of(self, token_id: int) -> str | None:
+        wants_text = self.request.params.detokenize
+        return self._tokenizer.token_text(token_id) if wants_text else None
 
     def _push(
         self,
@@ -185,6 +197,10 @@ class Generation:
             prompt_logprobs=tuple(self._prompt_logprobs) if wants_prompt else None,
             num_cached_tokens=self.request.num_cached_tokens,
         )
+
+
+def _text_stream(tokenizer: Tokenizer, request: Request) -> TextStream:
+    return TextStream(tokenizer, request.params, request.prompt_token_ids)
 
 
 def _completed(completion: _Completion) -> CompletionOutput:

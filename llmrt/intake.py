@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import operator
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias, cast
 
@@ -11,8 +12,9 @@ from typing_extensions import TypeIs
 
 from llmrt.by_value import dumps
 from llmrt.errors import RequestError
-from llmrt.sampling import SamplingParams
+from llmrt.sampling import SamplingParams, StructuredOutput
 from llmrt.scheduler.request import Request
+from llmrt.structured_output import compile_grammar
 from llmrt.tokenizer import Tokenizer
 
 Prompt: TypeAlias = "str | Sequence[int] | Mapping[str, Any]"
@@ -71,19 +73,53 @@ class Intake:
         self._check_params(params)
         return self._build(request_id, token_ids, params, priority), text
 
+    def scoring(
+        self, request_id: str, prompt: Prompt, continuation: Prompt, priority: int
+    ) -> Request:
+        """Return the request that scores a continuation of a prompt, and generates nothing.
+
+        Raises:
+            RequestError: the continuation adds no token, or has nothing before it.
+        """
+        token_ids, first = self._joined(prompt, continuation)
+        self._check_ids("prompt", token_ids)
+        if first == len(token_ids):
+            raise RequestError(f"the continuation {continuation!r} adds no token to its prompt.")
+        if first == 0:
+            raise RequestError(
+                "the first token of a text has no probability: give the continuation a prompt of "
+                "at least one token."
+            )
+        params = SamplingParams(max_tokens=0, prompt_logprobs=0, detokenize=False)
+        return replace(self._build(request_id, token_ids, params, priority), scores_from=first)
+
+    def _joined(self, prompt: Prompt, continuation: Prompt) -> tuple[tuple[int, ...], int]:
+        """Return the ids of both, and where those of the continuation begin."""
+        text, ids = self._prompt(prompt, add_special_tokens=True)
+        if isinstance(continuation, Mapping):
+            continuation = _prompt_of_dict(continuation)
+        if not isinstance(continuation, str):
+            return (*ids, *_as_ids(continuation)), len(ids)
+        if text is None:
+            return (*ids, *self._tokenizer.encode(continuation, False)), len(ids)
+        whole = self._tokenizer.encode(text + continuation)
+        same = (i for i, (a, b) in enumerate(zip(ids, whole, strict=False)) if a != b)
+        return tuple(whole), next(same, min(len(ids), len(whole)))
+
     def _build(
         self, request_id: str, token_ids: tuple[int, ...], params: SamplingParams, priority: int
     ) -> Request:
-        processors = params.logits_processors
+        processors, form = params.logits_processors, params.structured_output
         return Request(
             request_id=request_id,
             prompt_token_ids=token_ids,
-            params=replace(params, logits_processors=None) if processors else params,
+            params=_for_workers(params),
             eos_token_ids=() if params.ignore_eos else self._limits.eos_token_ids,
             seed=params.seed if params.seed is not None else self._random.getrandbits(63),
             priority=priority,
             bad_word_ids=self._bad_word_ids(params.bad_words or ()),
             logits_processors=dumps(processors, "logits_processors") if processors else b"",
+            grammar=self._grammar(form) if form is not None else "",
         )
 
     def _prompt(
@@ -93,13 +129,11 @@ class Intake:
             prompt = _prompt_of_dict(prompt)
         if isinstance(prompt, str):
             return prompt, tuple(self._tokenizer.encode(prompt, add_special_tokens))
-        return None, tuple(prompt)
+        return None, _as_ids(prompt)
 
     def _check_ids(self, what: str, token_ids: Sequence[int]) -> None:
         vocab_size = self._limits.vocab_size
         for token_id in token_ids:
-            if type(token_id) is not int:
-                raise RequestError(f"{what} holds {token_id!r}, which is not a token id.")
             if not 0 <= token_id < vocab_size:
                 raise RequestError(
                     f"{what} holds token id {token_id}; this model's ids are 0 to {vocab_size - 1}."
@@ -118,6 +152,11 @@ class Intake:
                     f"{self._limits.vocab_size}; -1 asks for all."
                 )
 
+    def _grammar(self, form: StructuredOutput) -> str:
+        if not self._limits.eos_token_ids:
+            raise RequestError("this model has no EOS token, with which an answer could end.")
+        return compile_grammar(form)
+
     def _bad_word_ids(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
         """Return each word as it is tokenised at the start of a text and after a space."""
         found = {
@@ -126,6 +165,13 @@ class Intake:
             for spelled in (word, f" {word.lstrip()}")
         }
         return tuple(sorted(found - {()}))
+
+
+def _for_workers(params: SamplingParams) -> SamplingParams:
+    """Return the parameters without what travels in another form."""
+    if not params.logits_processors and params.structured_output is None:
+        return params
+    return replace(params, logits_processors=None, structured_output=None)
 
 
 def as_prompts(prompts: object) -> list[Prompt]:
@@ -182,6 +228,21 @@ def params_per_prompt(
     if len(params) != num_prompts:
         raise RequestError(f"{num_prompts} prompts came with {len(params)} SamplingParams.")
     return list(params)
+
+
+def _as_ids(prompt: object) -> tuple[int, ...]:
+    """Return token ids as plain ints, whatever integers they are."""
+    if not isinstance(prompt, Iterable):
+        raise RequestError(
+            f"a prompt is a str or a list of token ids, not {type(prompt).__name__}."
+        )
+    return tuple(_as_id(item) for item in cast("Iterable[Any]", prompt))
+
+
+def _as_id(item: Any) -> int:
+    if isinstance(item, bool) or not hasattr(item, "__index__"):
+        raise RequestError(f"the prompt holds {item!r}, which is not a token id.")
+    return operator.index(item)
 
 
 def _prompt_of_dict(prompt: Mapping[str, Any]) -> str | Sequence[int]:

@@ -12,20 +12,17 @@ from __future__ import annotations
 import os
 import threading
 import weakref
-from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
-from typing import Any
 
 from llmrt.checkpoint.resolve import resolve
 from llmrt.config import EngineConfig
 from llmrt.display.progress import Progress
 from llmrt.errors import EngineNotOpenError, LlmrtError
-from llmrt.intake import Intake, Limits, Message, default_params
-from llmrt.launch_plan import LaunchPlan, make_launch_plan
+from llmrt.launch_plan import make_launch_plan
+from llmrt.opened import Opened
 from llmrt.outputs import CloseReport
 from llmrt.ownership import check_owner
 from llmrt.runtime.live_sessions import track
-from llmrt.sampling import SamplingParams
 from llmrt.session import Session
 from llmrt.tokenizer import Tokenizer
 from llmrt.worker_output import forward_output
@@ -46,48 +43,6 @@ class EngineState(Enum):
     """Closed; it may be opened again."""
     DEAD = "dead"
     """It broke; it may be opened again."""
-
-
-class Opened:
-    """What the verbs of an open engine need."""
-
-    def __init__(
-        self,
-        session: Session,
-        plan: LaunchPlan,
-        tokenizer: Tokenizer,
-        generation_config: Mapping[str, Any] | None,
-    ) -> None:
-        self.session = session
-        self.tokenizer = tokenizer
-        eos = set(plan.model.eos_token_ids)
-        if tokenizer.eos_token_id is not None:
-            eos.add(tokenizer.eos_token_id)
-        self.limits = Limits(
-            vocab_size=plan.model.vocab_size,
-            eos_token_ids=tuple(sorted(eos)),
-            default_params=default_params(generation_config),
-        )
-        self.intake = Intake(tokenizer, self.limits, plan.options.seed)
-
-    def chat_request(
-        self,
-        request_id: str,
-        messages: Sequence[Message],
-        params: SamplingParams | None,
-        priority: int,
-        template_options: Mapping[str, Any],
-    ) -> tuple[Any, str | None]:
-        """Return the request that a conversation makes, and its text."""
-        text = self.tokenizer.apply_chat_template(messages, **template_options)
-        return self.intake.request(
-            request_id, text, params, priority=priority, add_special_tokens=False
-        )
-
-    def aborter(self, request_id: str) -> Callable[[], None]:
-        """Return what aborts a request; it holds the session, not the engine."""
-        session = self.session
-        return lambda: session.abort(request_id)
 
 
 class Lifecycle:

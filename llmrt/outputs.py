@@ -80,6 +80,39 @@ class Increment:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Score:
+    """How likely the model finds a continuation: the raw log-probability of each of its tokens."""
+
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    ranks: tuple[int, ...]
+    """By token: its place among all tokens; 1 for the most likely one."""
+
+    @classmethod
+    def of(cls, output: RequestOutput, first: int) -> Score:
+        """Return the score of the prompt tokens from number *first* on."""
+        token_ids = output.prompt_token_ids[first:]
+        assert output.prompt_logprobs is not None
+        entries = output.prompt_logprobs[-len(token_ids) :]
+        found = [e[t] for t, e in zip(token_ids, entries, strict=True) if e is not None]
+        return cls(
+            token_ids=token_ids,
+            logprobs=tuple(entry.logprob for entry in found),
+            ranks=tuple(entry.rank for entry in found),
+        )
+
+    @property
+    def logprob(self) -> float:
+        """The log-probability of the whole continuation."""
+        return sum(self.logprobs)
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whether greedy decoding would have generated it."""
+        return all(rank == 1 for rank in self.ranks)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class WorkerInfo:
     """One worker process, as the engine knows it now."""
 

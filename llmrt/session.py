@@ -7,6 +7,7 @@ message and waits:
       Add(generation) ──► inbox ──►   scheduler.add ─► steps ─► generation.accept ─► future, stream
       Abort(request_id) ─► inbox ─►   scheduler.abort
       RemoteCall ────────► inbox ─►   between two steps: CallFunction to every rank ─► future
+      Errand ────────────► inbox ─►   between two steps: what it does with Upkeep ─► future
       close() ─────────► flags  ──►   stop ladder ─► CloseReport ─► the thread ends
 
 A session holds no reference to its Engine: an engine that is dropped is collected, and its
@@ -25,15 +26,18 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, InvalidStateError
+from contextvars import Context, copy_context
 from dataclasses import dataclass, field, replace
 from enum import Enum
-from typing import cast
+from typing import Any, Generic, TypeVar, cast
 
 from llmrt.errors import (
+    EngineAsleepError,
     EngineClosedError,
     EngineDeadError,
     EngineStartError,
     LlmrtError,
+    RemoteCallError,
     RequestError,
     WorkerFailedError,
 )
@@ -54,6 +58,7 @@ from llmrt.outputs import CloseReport, TimelineEntry, WorkerInfo
 from llmrt.runtime.supervisor import PendingCall, WorkerOutput
 from llmrt.runtime.worker_group import WorkerGroup
 from llmrt.scheduler.loop import StepLoop
+from llmrt.scheduler.request import Request
 from llmrt.scheduler.scheduler import Scheduler
 from llmrt.scheduler.updates import (
     PromptLogprobsUpdate,
@@ -62,6 +67,9 @@ from llmrt.scheduler.updates import (
     TokenUpdate,
     Update,
 )
+from llmrt.upkeep import Upkeep
+
+Result = TypeVar("Result")
 
 _ATTENTION_SECONDS = 3.0
 """How long the session's thread has at least to turn to the stop ladder."""
@@ -93,8 +101,18 @@ class RemoteCall:
     future: Future[list[FunctionReturned | FunctionRaised]] = field(
         default_factory=Future[list[FunctionReturned | FunctionRaised]]
     )
+    context: Context = field(default_factory=copy_context)
+    """Whose call it is, to libraries that ask: a notebook's cell, an asyncio task."""
     abandoned_at: float | None = None
     """When its caller stopped waiting: from then on it has as long as a step."""
+
+
+@dataclass(slots=True, eq=False)
+class Errand(Generic[Result]):
+    """Something that is to be done to the engine between two steps."""
+
+    work: Callable[[Upkeep], Result]
+    future: Future[Result] = field(default_factory=Future[Result])
 
 
 class Session:
@@ -115,16 +133,20 @@ class Session:
         self.error: LlmrtError | None = None
         """Why calls fail once the session has ended."""
         self.scheduler: Scheduler | None = None
+        self.backend = plan.backend
+        self.upkeep: Upkeep | None = None
         self._plan = plan
         self._timeouts = plan.timeouts
         self._on_phase = on_phase
+        self._on_output = on_output
+        self._opener: Context | None = copy_context()
         self._opened_at = time.monotonic()
-        self._inbox: deque[Generation | RemoteCall] = deque()
+        self._inbox: deque[Generation | RemoteCall | Errand[Any]] = deque()
         self._aborts: deque[str] = deque()
         self._close_asked = False
         self._close_deadline: float | None = None
         self._generations: dict[str, Generation] = {}
-        self._calls: deque[RemoteCall] = deque()
+        self._calls: deque[RemoteCall | Errand[Any]] = deque()
         self._active: tuple[RemoteCall, PendingCall] | None = None
         self._devices: tuple[str, ...] = ()
         self._has_begun = threading.Lock()  # taken once: by the thread, or to keep it from running
@@ -134,7 +156,7 @@ class Session:
             plan.spec,
             plan.launcher,
             plan.timeouts,
-            on_output=on_output,
+            on_output=self._forward_output,
             on_phase=self._note_phase,
         )
         self._thread = threading.Thread(target=self._run, name="llmrt-engine", daemon=True)
@@ -155,6 +177,11 @@ class Session:
                 "process; see `ulimit -u`."
             ) from error
 
+    def check(self, request: Request) -> None:
+        """Raise RequestError where a request can never be served."""
+        assert self.scheduler is not None
+        self.scheduler.check(request)
+
     def add(self, generation: Generation) -> None:
         """Queue a request; its future tells how it ends."""
         self._post(generation)
@@ -164,6 +191,12 @@ class Session:
         remote_call = RemoteCall(command=command)
         self._post(remote_call)
         return remote_call
+
+    def run(self, work: Callable[[Upkeep], Result]) -> Future[Result]:
+        """Queue something to do to the engine, after the step that runs now."""
+        errand = Errand(work=work)
+        self._post(errand)
+        return errand.future
 
     def abandon(self, remote_call: RemoteCall) -> None:
         """Say that nobody waits for this call any more."""
@@ -253,7 +286,7 @@ class Session:
         if self._close_deadline is None or deadline < self._close_deadline:
             self._close_deadline = deadline
 
-    def _post(self, message: Generation | RemoteCall) -> None:
+    def _post(self, message: Generation | RemoteCall | Errand[Any]) -> None:
         self._inbox.append(message)
         self.group.wake()
         if self._ended.is_set():  # it ended between the caller's look and now
@@ -288,8 +321,10 @@ class Session:
         num_blocks = min(report.num_blocks for report in reports)
         self._command(AllocateCache(num_blocks=num_blocks))
         self.scheduler = Scheduler(self._plan.scheduler_config(num_blocks))
+        self.upkeep = Upkeep(self.group, self.scheduler, num_blocks, self._timeouts)
         self._note_phase(None, "ready", "")
         self.state = SessionState.RUNNING
+        self._opener = None
         self.started.set_result(None)
 
     def _command(self, command: Load | AllocateCache) -> list[object]:
@@ -305,7 +340,7 @@ class Session:
                 self._follow_call()
             elif self._calls:
                 loop.drain()
-                self._begin_call()
+                self._begin_next()
             elif not loop.run_once():
                 self.group.poll(None)
             if self.group.failure is not None:
@@ -314,10 +349,10 @@ class Session:
     def _take_messages(self, scheduler: Scheduler) -> None:
         while self._inbox:
             message = self._inbox.popleft()
-            if isinstance(message, RemoteCall):
-                self._calls.append(message)
-            else:
+            if isinstance(message, Generation):
                 self._admit(scheduler, message)
+            else:
+                self._calls.append(message)
         while self._aborts:
             request_id = self._aborts.popleft()
             self._generations.pop(request_id, None)
@@ -326,15 +361,18 @@ class Session:
     def _admit(self, scheduler: Scheduler, generation: Generation) -> None:
         if generation.future.cancelled():
             return
+        assert self.upkeep is not None
         try:
-            scheduler.add(generation.request)
-        except RequestError as error:
+            self.upkeep.check_awake()
+            updates = scheduler.add(generation.request)
+        except (RequestError, EngineAsleepError) as error:
             generation.fail(error)
         except BaseException:
             self._inbox.appendleft(generation)  # it ends with all the others
             raise
         else:
             self._generations[generation.request.request_id] = generation
+            self._deliver(updates)
 
     def _deliver(self, updates: Sequence[Update]) -> None:
         assert self.scheduler is not None
@@ -352,7 +390,7 @@ class Session:
                 case SequenceFinished():
                     generation.accept_end(update)
                 case SequenceFailed():
-                    generation.fail(_as_request_error(update))
+                    generation.fail(_as_error(update))
                     self.scheduler.abort(update.request_id)
             if generation.future.done():
                 self._forget(generation)
@@ -360,13 +398,28 @@ class Session:
     def _forget(self, generation: Generation) -> None:
         self._generations.pop(generation.request.request_id, None)
 
-    # ---- remote calls ----
+    # ---- remote calls and errands ----
 
-    def _begin_call(self) -> None:
-        remote_call = self._calls[0]  # until it is sent: a death that is noticed now ends it, too
-        if not remote_call.future.cancelled():
-            self._active = (remote_call, self.group.submit(remote_call.command))
+    def _begin_next(self) -> None:
+        assert self.upkeep is not None
+        asked = self._calls[0]  # until it is sent: a death that is noticed now ends it, too
+        if isinstance(asked, Errand):
+            self._run_errand(asked, self.upkeep)
+        elif self.upkeep.is_asleep:
+            _fail(asked.future, EngineAsleepError("the engine is asleep; call `wake()` first."))
+        elif not asked.future.cancelled():
+            self._active = (asked, self.group.submit(asked.command))
         self._calls.popleft()
+
+    def _run_errand(self, errand: Errand[Any], upkeep: Upkeep) -> None:
+        """Do an errand. What breaks the engine is raised, and fails the errand when it ends."""
+        try:
+            result = errand.work(upkeep)
+        except (RequestError, EngineAsleepError) as error:
+            _fail(errand.future, error)
+        else:
+            with contextlib.suppress(InvalidStateError):  # its caller has left
+                errand.future.set_result(result)
 
     def _follow_call(self) -> None:
         assert self._active is not None
@@ -375,6 +428,7 @@ class Session:
             self.group.poll(self._patience(remote_call))
         if not pending.missing:
             replies = self.group.wait(pending, self._timeouts.step)
+            self.group.catch_up_with_output()  # what it printed comes before what it returned
             self._active = None
             with contextlib.suppress(InvalidStateError):  # its caller has left
                 remote_call.future.set_result(
@@ -433,7 +487,10 @@ class Session:
         return max(0.0, self._close_deadline - time.monotonic())
 
     def _fail_running(self) -> None:
-        waiting: list[Generation | RemoteCall] = [*self._generations.values(), *self._calls]
+        waiting: list[Generation | RemoteCall | Errand[Any]] = [
+            *self._generations.values(),
+            *self._calls,
+        ]
         if self._active is not None:
             waiting.insert(0, self._active[0])
         self._generations.clear()
@@ -447,23 +504,35 @@ class Session:
             while True:
                 self._fail(self._inbox.popleft())
 
-    def _fail(self, message: Generation | RemoteCall) -> None:
+    def _fail(self, message: Generation | RemoteCall | Errand[Any]) -> None:
         """End one caller's wait; what its callbacks raise must not keep it from the others."""
         with contextlib.suppress(BaseException):
-            if isinstance(message, RemoteCall):
-                message.future.set_exception(self._set_error().for_one_caller())
-            else:
+            if isinstance(message, Generation):
                 message.fail(self._set_error().for_one_caller())
+            else:
+                message.future.set_exception(self._set_error().for_one_caller())
 
     def _note_phase(self, rank: int | None, phase: str, detail: str) -> None:
         entry = TimelineEntry(
             seconds=time.monotonic() - self._opened_at, rank=rank, phase=phase, detail=detail
         )
         self.timeline.append(entry)
-        with contextlib.suppress(
-            Exception
-        ):  # a stderr that is closed keeps no engine from starting
-            self._on_phase(entry)
+        with contextlib.suppress(Exception):  # a closed stderr keeps no engine from starting
+            self._caller().run(self._on_phase, entry)
+
+    def _forward_output(self, output: WorkerOutput) -> None:
+        self._caller().run(self._on_output, output)
+
+    def _caller(self) -> Context:
+        """Return the context of whoever waits for what happens now.
+
+        What is shown in it reaches them: in a notebook it lands in the cell that caused it.
+        """
+        if self._active is not None:
+            return self._active[0].context
+        for generation in self._generations.values():
+            return generation.context
+        return self._opener or Context()
 
 
 class _GroupSteps:
@@ -485,10 +554,20 @@ def _stack_of(thread: threading.Thread) -> str:
     return "".join(traceback.format_stack(frame)) if frame is not None else "(ended)"
 
 
-def _as_request_error(update: SequenceFailed) -> RequestError:
-    return RequestError(
-        f"request {update.request_id!r} failed on {update.failure}\n{update.failure.traceback}"
-    )
+def _fail(future: Future[Any], error: LlmrtError) -> None:
+    with contextlib.suppress(InvalidStateError):
+        future.set_exception(error)
+
+
+def _as_error(update: SequenceFailed) -> LlmrtError:
+    failure = update.failure
+    if update.by_user_code:
+        return RemoteCallError(
+            f"a logits processor of request {update.request_id!r} raised on {failure}\n"
+            f"{failure.traceback}",
+            failures=(failure,),
+        )
+    return RequestError(f"request {update.request_id!r} cannot go on: {failure.message}")
 
 
 def _as_start_error(error: BaseException) -> EngineStartError:

@@ -56,12 +56,14 @@ class Tokenizer:
             if (token_id := backend.token_to_id(f"<0x{byte:02X}>")) is not None
         )
         """Ids that stand for one byte each, where the vocabulary spells rare characters so."""
-        self._name = name
+        self.name = name
+        """What its model is called."""
         first_id = backend.encode("", add_special_tokens=True).ids[:1]
         self._encoder_adds_bos = first_id == [self.bos_token_id]
         self._wants_bos = bool(settings.get("add_bos_token", self._encoder_adds_bos))
         self._templates = dict(templates or {})
         self._compiled: dict[str, ChatTemplate] = {}
+        self._token_texts: dict[int, str] = {}
 
     @classmethod
     def from_checkpoint(cls, checkpoint: Checkpoint) -> Tokenizer:
@@ -118,7 +120,11 @@ class Tokenizer:
 
     def token_text(self, token_id: int) -> str:
         """Return the text of one token by itself; U+FFFD where it is a part of a character."""
-        return self.backend.decode([token_id], skip_special_tokens=False)
+        text = self._token_texts.get(token_id)
+        if text is None:
+            text = self.backend.decode([token_id], skip_special_tokens=False)
+            self._token_texts[token_id] = text
+        return text
 
     # ---- chat ----
 
@@ -184,11 +190,11 @@ class Tokenizer:
             return self._templates["default"]
         if self._templates:
             raise RequestError(
-                f"{self._name} has no default chat template; choose one with chat_template=: "
+                f"{self.name} has no default chat template; choose one with chat_template=: "
                 f"{', '.join(sorted(self._templates))}."
             )
         raise RequestError(
-            f"{self._name or 'This model'} has no chat template. Pass one (Jinja) as "
+            f"{self.name or 'This model'} has no chat template. Pass one (Jinja) as "
             "chat_template=, put a chat_template.jinja beside its tokenizer.json, or use "
             "generate() with a prompt you wrote."
         )

@@ -34,10 +34,10 @@ class BlockTables:
     def find_prefix(self, sequence: Sequence) -> list[int]:
         """Return the cached blocks with which *sequence* begins.
 
-        Its last token is never among them: it must run, or there are no logits. Nor is anything for
-        a sequence that needs the logits of its whole prompt.
+        A token whose logits are needed is never among them: the last one, and those before a
+        prompt token to score.
         """
-        if not self._caches_prefixes or sequence.needs_prompt_logprobs:
+        if not self._caches_prefixes:
             return []
         found: list[int] = []
         for block_hash in self._usable_hashes(sequence):
@@ -49,7 +49,7 @@ class BlockTables:
 
     def worth_waiting_for(self, sequence: Sequence, prefix: list[int]) -> bytes | None:
         """Return the hash of a block after *prefix* that another is about to compute, or None."""
-        if not self._caches_prefixes or sequence.needs_prompt_logprobs:
+        if not self._caches_prefixes:
             return None
         missing = self._usable_hashes(sequence)[len(prefix) :]
         return self._promises.last_worth_waiting_for(sequence, missing)
@@ -133,7 +133,7 @@ class BlockTables:
         return -(-num_tokens // self._block_size)
 
     def _usable_hashes(self, sequence: Sequence) -> list[bytes]:
-        num_usable = (sequence.num_tokens - 1) // self._block_size
+        num_usable = sequence.first_token_to_run // self._block_size
         return self._hashes(sequence, num_usable)[:num_usable]
 
     def _hashes(self, sequence: Sequence, num_blocks: int) -> list[bytes]:

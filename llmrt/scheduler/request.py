@@ -46,6 +46,10 @@ class Request:
     bad_word_ids: tuple[tuple[int, ...], ...] = ()
     logits_processors: bytes = b""
     """cloudpickle of `params.logits_processors`; the callables themselves do not travel."""
+    grammar: str = ""
+    """`params.structured_output`, compiled."""
+    scores_from: int = 0
+    """With prompt_logprobs: the first prompt token that is scored; those before may be cached."""
     sequences: tuple[Sequence, ...] = field(init=False, default=())
     """Its `n` completions; made when the scheduler takes the request."""
     num_unfinished: int = field(init=False)
@@ -141,6 +145,13 @@ class Sequence:
         most = self.max_run_tokens
         return (in_workers if in_workers < most else most) - self.num_computed_tokens
 
+    @property
+    def first_token_to_run(self) -> int:
+        """Return the first token that must run, whatever is cached: its logits are needed."""
+        if self.needs_prompt_logprobs:
+            return max(0, self.request.scores_from - 1)
+        return self.num_tokens - 1
+
     def promote(self) -> None:
         """Put it before every sequence that is not promoted, whatever their priorities."""
         self.rank = (0, 0, self.seq_id)
@@ -165,6 +176,8 @@ class Sequence:
             eos_token_ids=tuple(sorted(request.end_token_ids)),
             bad_word_ids=request.bad_word_ids,
             logits_processors=request.logits_processors,
+            grammar=request.grammar,
+            scores_from=request.scores_from,
         )
 
     def _params_for_workers(self) -> SamplingParams:

@@ -21,7 +21,7 @@ from collections import deque
 
 from llmrt.messages import Batch, BatchResult, PromptLogprobs, SampledToken, SequenceFailure
 from llmrt.outputs import EngineStats
-from llmrt.scheduler.limits import SchedulerConfig
+from llmrt.scheduler.limits import SchedulerConfig, check_request
 from llmrt.scheduler.request import Request, Sequence, SequenceStatus
 from llmrt.scheduler.roster import Roster
 from llmrt.scheduler.step_plan import StepPlan
@@ -51,6 +51,10 @@ class Scheduler:
         self._num_generated_tokens = 0
 
     # ---- requests come and go ----
+
+    def check(self, request: Request) -> None:
+        """Raise RequestError where *request* can never be served. Any thread may ask."""
+        check_request(self._config, request)
 
     def add(self, request: Request) -> list[Update]:
         """Take a request; return what can be said at once: that it is over, with `max_tokens=0`.
@@ -324,6 +328,7 @@ class Scheduler:
                 index=sequence.index,
                 seq_id=sequence.seq_id,
                 failure=failure.failure,
+                by_user_code=failure.by_user_code,
             )
         )
 

@@ -52,12 +52,17 @@ class SequenceFinished:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SequenceFailed:
-    """A sequence has ended, for its logits processor raised. Its siblings go on until aborted."""
+    """A sequence has ended because it could not be sampled.
+
+    Its siblings go on until they are aborted.
+    """
 
     request_id: str
     index: int
     seq_id: int
     failure: RankFailure
+    by_user_code: bool = True
+    """Whether its logits processor raised."""
 
 
 Update = TokenUpdate | PromptLogprobsUpdate | SequenceFinished | SequenceFailed

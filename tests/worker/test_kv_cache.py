@@ -19,7 +19,7 @@ def test_tokens_are_gathered_from_other_slots() -> None:
         placement=FLOAT32_CPU,
     )
     kv_THD = torch.arange(6 * 6 * 2, dtype=torch.float32).view(6, 6, 2)
-    # Tokens 0–3 in block 4, tokens 4 and 5 in block 1.
+    # Tokens 0 to 3 in block 4, tokens 4 and 5 in block 1.
     cache.write(1, kv_THD, torch.tensor([16, 17, 18, 19, 4, 5]))
     keys_KSD, values_KSD = cache.gather(1, torch.tensor([4, 1]))
     assert torch.equal(keys_KSD[:, :6], kv_THD[:, :3].transpose(0, 1))

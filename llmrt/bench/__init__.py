@@ -1,0 +1,1 @@
+"""`llmrt bench`: workloads of fixed size, run on an engine, one line of numbers for each."""
