@@ -177,10 +177,9 @@ class Engine:
             raise
 
     def __exit__(self, *_: object) -> None:
-        if self._life.is_foreign:  # a fork of the owner leaves the block: not its engine
-            return
         try:
-            self.close()
+            if not self._life.is_foreign:  # or a fork of the owner leaves the block
+                self.close()
         except KeyboardInterrupt:
             self.close(0.0)
             raise

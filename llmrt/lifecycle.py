@@ -112,6 +112,7 @@ class Lifecycle:
         """End the session, also one that is starting; return how its workers ended."""
         self.check_owner()
         self._is_cancelled = True
+        self._is_opening = False  # which it is not for long, or was not for a Ctrl-C in `open()`
         try:
             return self._end_session(self._options.timeouts.close if timeout is None else timeout)
         except KeyboardInterrupt:
