@@ -43,7 +43,7 @@ _END_SECONDS = 30.0
 T = TypeVar("T")
 
 
-class DriverFailed(Exception):
+class DriverFailedError(Exception):
     """What ran in the driver raised; the message is the traceback there."""
 
 
@@ -74,7 +74,7 @@ class RayDriver:
         """Run a function in the driver's main thread; return or raise what it does.
 
         Raises:
-            DriverFailed: it raised.
+            DriverFailedError: it raised.
             TimeoutError: it took too long; the driver's stacks are on its stderr.
             EOFError: the driver ended.
         """
@@ -95,7 +95,7 @@ class RayDriver:
             os.kill(self.process.pid, signal.SIGUSR1)
             raise
         if not is_good:
-            raise DriverFailed(f"in the driver:\n{value}")
+            raise DriverFailedError(f"in the driver:\n{value}")
         return value
 
     def kill(self) -> None:
