@@ -37,6 +37,7 @@ RAY_ENVIRONMENT = {
     # This machine's memory is not Ray's to watch: it would kill workers of these tests for others.
     "RAY_memory_monitor_refresh_ms": "0",
     "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_AUTH_MODE": "disabled",  # a token would be left in the home directory
 }
 _LENGTH = struct.Struct("!Q")
 _END_SECONDS = 30.0
