@@ -12,6 +12,7 @@ import re
 import time
 from collections.abc import Mapping
 from importlib import import_module
+from importlib.util import find_spec
 from typing import Any
 
 from llmrt.errors import ConfigError
@@ -47,17 +48,16 @@ def check_installation() -> None:
     before = dict(os.environ)
     try:
         ray = _ray()
-        found = str(ray.__version__)
-        import_module("ray._raylet")
     except ImportError as error:
         raise ConfigError(f'backend="ray" needs {wanted}: {_INSTALL} ({error}).') from error
-    except AttributeError as error:
+    found = getattr(ray, "__version__", None)
+    if found is None or find_spec("ray._raylet") is None:
         where = getattr(ray, "__file__", None) or next(iter(getattr(ray, "__path__", ["?"])))
         raise ConfigError(
             f"What Python imports as `ray` is not Ray but {where}; rename that, and {_INSTALL}."
-        ) from error
+        )
     take_back(before, dict(os.environ))  # Ray sets a variable when it is imported
-    numbers = tuple(int(part) for part in re.findall(r"\d+", found)[:2])
+    numbers = tuple(int(part) for part in re.findall(r"\d+", str(found))[:2])
     if not OLDEST <= numbers < BEFORE:
         raise ConfigError(f'backend="ray" works with {wanted}; found {found}.')
 
@@ -174,8 +174,8 @@ def num_assigned(resource: str) -> float:
 
 def is_set_by_runtime_env(name: str) -> bool:
     """Return whether the user's runtime_env sets an environment variable for this process."""
-    variables = _ray().get_runtime_context().runtime_env.get("env_vars") or {}
-    return name in variables
+    variables: dict[str, str] | None = _ray().get_runtime_context().runtime_env.get("env_vars")
+    return name in (variables or {})
 
 
 # ---- placement groups ----

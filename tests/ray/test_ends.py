@@ -11,7 +11,7 @@ import pytest
 
 from tests.support import ray_scenarios as scenarios
 from tests.support.leaks import wait_until_gone
-from tests.support.ray_driver import INIT, DriverFailed, RayDriver
+from tests.support.ray_driver import INIT, DriverError, RayDriver
 
 MakeDriver = Callable[..., RayDriver]
 
@@ -149,7 +149,7 @@ def test_a_client_of_ray_is_refused_before_anything_starts(
         Engine(tiny_model, backend="ray").open()
 
     driver = make_driver(RAY_ADDRESS="ray://127.0.0.1:10001")
-    with pytest.raises(DriverFailed, match="outside the cluster"):
+    with pytest.raises(DriverError, match="outside the cluster"):
         driver.run(scenario)
 
 

@@ -44,7 +44,7 @@ _END_SECONDS = 30.0
 T = TypeVar("T")
 
 
-class DriverFailed(Exception):
+class DriverError(Exception):
     """What ran in the driver raised; the message is the traceback there."""
 
 
@@ -75,7 +75,7 @@ class RayDriver:
         """Run a function in the driver's main thread; return or raise what it does.
 
         Raises:
-            DriverFailed: it raised.
+            DriverError: it raised.
             TimeoutError: it took too long; the driver's stacks are on its stderr.
             EOFError: the driver ended.
         """
@@ -96,7 +96,7 @@ class RayDriver:
             os.kill(self.process.pid, signal.SIGUSR1)
             raise
         if not is_good:
-            raise DriverFailed(f"in the driver:\n{value}")
+            raise DriverError(f"in the driver:\n{value}")
         return value
 
     def kill(self) -> None:
