@@ -54,6 +54,7 @@ class RayDriver:
     def __init__(self, env: Mapping[str, str] | None = None) -> None:
         # The paths of Ray's sockets must be short.
         self.directory = tempfile.mkdtemp(prefix="lr", dir="/tmp")
+        os.mkdir(f"{self.directory}/ray")
         ours, theirs = socket.socketpair()
         environ = {k: v for k, v in os.environ.items() if not k.startswith(("RAY_", "OMP_"))}
         self.process = subprocess.Popen(
