@@ -20,7 +20,7 @@ from typing import Any
 
 from llmrt.config import Rendezvous
 from llmrt.runtime import shared_memory
-from llmrt.runtime.channel import Channel, Note, describe_error, encode
+from llmrt.runtime.channel import Call, Channel, Note, describe_error, encode
 from llmrt.runtime.doorway import Address, connect
 from llmrt.runtime.events import Event, GuardExited, LaunchFailed, Membership, Shutdown
 from llmrt.runtime.forwarded_environment import NO_DEVICES
@@ -202,7 +202,8 @@ class Relay:
         if self._control.fileno() in ready:
             self._control.flush()
             for frame in self._control.receive():
-                handle.tell(frame.body)
+                if isinstance(frame, Call):
+                    handle.tell(frame.body)
         if handle.fileno() in ready:
             self._pass_on(handle)
 

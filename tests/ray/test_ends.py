@@ -11,7 +11,7 @@ import pytest
 
 from tests.support import ray_scenarios as scenarios
 from tests.support.leaks import wait_until_gone
-from tests.support.ray_driver import INIT, DriverFailed, RayDriver
+from tests.support.ray_driver import INIT, DriverError, RayDriver
 
 MakeDriver = Callable[..., RayDriver]
 
@@ -48,7 +48,7 @@ def test_the_end_of_the_cluster_is_the_end_of_the_engine_in_time(make_driver: Ma
     def scenario() -> tuple[Any, ...]:
         import time
 
-        import psutil
+        from ray._private import worker as ray_worker
 
         from llmrt.errors import WorkerDiedError
         from tests.support.fake_workers import Misbehave
@@ -57,10 +57,8 @@ def test_the_end_of_the_cluster_is_the_end_of_the_engine_in_time(make_driver: Ma
         group.start()
         pids = [worker.pid for worker in group.workers]
         call = group.submit(Misbehave(fault="hang"))
-        for process in psutil.Process().children(recursive=True):
-            if process.name() in ("raylet", "gcs_server"):
-                process.kill()
         started_at = time.monotonic()
+        ray_worker._global_node.kill_all_processes(check_alive=False, allow_graceful=False)
         try:
             group.wait(call, 30)
         except WorkerDiedError:
@@ -109,6 +107,25 @@ def test_a_ray_that_nobody_started_is_started_counted_and_shut_down(
     assert facts["unchanged"]
 
 
+def test_a_cluster_that_the_environment_names_is_joined(
+    driver: RayDriver, make_driver: MakeDriver
+) -> None:
+    def address() -> str:
+        import ray
+
+        return ray.get_runtime_context().gcs_address
+
+    def scenario() -> tuple[str, bool]:
+        import ray
+
+        with scenarios.ray_group(2):
+            found = ray.get_runtime_context().gcs_address
+        return found, ray.is_initialized()
+
+    theirs = driver.run(address)
+    assert make_driver(RAY_ADDRESS=theirs).run(scenario) == (theirs, False)
+
+
 def test_a_ray_of_ours_that_somebody_uses_is_left_running(make_driver: MakeDriver) -> None:
     def scenario() -> bool:
         import ray
@@ -132,7 +149,7 @@ def test_a_client_of_ray_is_refused_before_anything_starts(
         Engine(tiny_model, backend="ray").open()
 
     driver = make_driver(RAY_ADDRESS="ray://127.0.0.1:10001")
-    with pytest.raises(DriverFailed, match="outside the cluster"):
+    with pytest.raises(DriverError, match="outside the cluster"):
         driver.run(scenario)
 
 

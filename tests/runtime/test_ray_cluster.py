@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
 
@@ -22,6 +23,7 @@ def pretend(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def fake_ray(monkeypatch: pytest.MonkeyPatch, version: str) -> ModuleType:
     ray, raylet = ModuleType("ray"), ModuleType("ray._raylet")
+    ray.__path__, raylet.__spec__ = [], ModuleSpec("ray._raylet", None)
     ray.__version__ = version  # type: ignore[attr-defined]
     ray.is_initialized = lambda: False  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "ray", ray)
