@@ -105,6 +105,8 @@ class WorkerConfig:
     """A directory of safetensors files, or a GGUF file."""
     gguf_index: str | None = None
     """The tensor index (JSON) of that GGUF file; None for safetensors."""
+    tokenizer: str | None = None
+    """The model's tokenizer.json, which grammars need."""
     device: str = "auto"
     dtype: DTypeName = "auto"
     num_threads: int | None = None

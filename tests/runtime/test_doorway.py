@@ -77,7 +77,9 @@ def test_a_second_caller_of_the_same_name_is_turned_away(doorway: Doorway) -> No
         caller.call.result().close()
 
 
-@pytest.mark.parametrize(("secret", "rank"), [(new_secret(), 0), (SECRET, 2)])
+@pytest.mark.parametrize(
+    ("secret", "rank"), [(new_secret(), 0), (SECRET, 2)], ids=["wrong secret", "wrong rank"]
+)
 def test_strangers_are_not_let_in(doorway: Doorway, secret: bytes, rank: int) -> None:
     caller = Caller(doorway.addresses[1], secret, rank, Purpose.CHANNEL)
     assert serve(doorway, caller) == []

@@ -74,7 +74,7 @@ def test_only_bundles_with_a_gpu_hold_ranks_on_gpus() -> None:
 
 
 def test_too_few_bundles_name_both_numbers() -> None:
-    with pytest.raises(PlacementError, match="tp=3 workers, one bundle each.* has 2 bundles"):
+    with pytest.raises(PlacementError, match=r"tp=3 workers, one bundle each.* has 2 bundles"):
         chosen(bundles("aa"), 3)
 
 

@@ -42,16 +42,26 @@ class Linear(nn.Module):
         self.bias = _parameter((num_outputs,), placement) if bias else None
 
     def load(self, weights: Sequence[Piece], biases: Sequence[Tensor] = ()) -> None:
-        """Take these pieces, one under the other, as the matrix, and the bias likewise."""
+        """Take these pieces, one under the other, as the matrix, and the bias likewise.
+
+        A piece on the `meta` device has no values: what is there in its place stays.
+        """
         if self.bias is not None:
             fill(self.bias, biases)
         codes = [w for w in weights if isinstance(w, GroupedCodes)]
         if len(codes) == len(weights) and self._keeps_codes():
             self._matrix = self._int4(stack(codes))
         else:
-            weight = _parameter(self._shape, self._placement)
+            weight = self._weight_to_fill(weights)
             fill(weight, [w.dequantize() if isinstance(w, GroupedCodes) else w for w in weights])
             self.share(weight)
+
+    def _weight_to_fill(self, pieces: Sequence[Piece]) -> nn.Parameter:
+        weight = _parameter(self._shape, self._placement)
+        if any(isinstance(piece, Tensor) and piece.is_meta for piece in pieces):
+            assert self._matrix is not None, "there is nothing to stay"
+            weight.data.copy_(self._matrix.dense())
+        return weight
 
     def share(self, weight: nn.Parameter) -> None:
         """Multiply with a matrix that somebody else has, too."""
@@ -96,9 +106,13 @@ def _parameter(shape: tuple[int, ...], placement: Placement) -> nn.Parameter:
 
 
 def fill(parameter: Tensor, pieces: Sequence[Tensor]) -> None:
-    """Copy *pieces* into *parameter*, one after the other; together they are exactly as long."""
+    """Copy *pieces* into *parameter*, one after the other; together they are exactly as long.
+
+    A piece on the `meta` device has no values: what is there in its place stays.
+    """
     assert sum(len(p) for p in pieces) == len(parameter), "pieces do not fill the parameter"
     start = 0
     for piece in pieces:
-        parameter.data[start : start + len(piece)].copy_(piece)
+        if not piece.is_meta:
+            parameter.data[start : start + len(piece)].copy_(piece)
         start += len(piece)

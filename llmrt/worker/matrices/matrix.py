@@ -21,6 +21,10 @@ class Matrix(Protocol):
         """Return y_TO = x Wᵀ + b."""
         ...
 
+    def dense(self) -> Tensor:
+        """Return the matrix as weight_OI; it may be the matrix's own memory."""
+        ...
+
 
 class PlainMatrix:
     """The matrix as the checkpoint stores it; runs everywhere."""
@@ -34,6 +38,10 @@ class PlainMatrix:
         """Return y_TO."""
         return F.linear(x_TI, self._weight_OI, bias_O)
 
+    def dense(self) -> Tensor:
+        """Return weight_OI."""
+        return self._weight_OI
+
 
 class PackedMatrix:
     """The matrix reordered for oneDNN's kernels: twice as fast for a few rows of bfloat16."""
@@ -46,3 +54,7 @@ class PackedMatrix:
     def multiply(self, x_TI: Tensor, bias_O: Tensor | None) -> Tensor:
         """Return y_TO."""
         return self._multiply(x_TI, self._packed, bias_O, "none", [], "")
+
+    def dense(self) -> Tensor:
+        """Return weight_OI, in its first order."""
+        return self._packed.to_dense()

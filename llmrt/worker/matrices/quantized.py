@@ -44,6 +44,10 @@ class Int4Matrix:
         y_TO = self._multiply(x_TI, self._packed, GROUP_SIZE, self._scales_and_middles)
         return y_TO if bias_O is None else y_TO.add_(bias_O)
 
+    def dense(self) -> Tensor:
+        """Return weight_OI as the codes have it."""
+        return self._dense.dense()
+
 
 class Int8Matrix:
     """8-bit codes with a scale for every row; made dense for many tokens, each time anew."""
@@ -63,6 +67,10 @@ class Int8Matrix:
         else:
             y_TO = F.linear(x_TI, self._codes_OI.to(x_TI.dtype)).mul_(self._scale_O)
         return y_TO if bias_O is None else y_TO.add_(bias_O)
+
+    def dense(self) -> Tensor:
+        """Return weight_OI as the codes have it."""
+        return self._codes_OI.to(self._scale_O.dtype) * self._scale_O[:, None]
 
 
 def quantize_rows(weight_OI: Tensor) -> tuple[Tensor, Tensor]:
