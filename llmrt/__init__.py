@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from llmrt.engine import Engine
     from llmrt.errors import (
         ConfigError,
+        EngineAsleepError,
         EngineClosedError,
         EngineDeadError,
         EngineNotOpenError,
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
         WorkerCloseReport,
         WorkerInfo,
     )
-    from llmrt.sampling import SamplingParams
+    from llmrt.sampling import SamplingParams, StructuredOutput
 
 _HOME = {
     "llmrt.async_engine": ("AsyncEngine",),
@@ -46,6 +47,7 @@ _HOME = {
     "llmrt.engine": ("Engine",),
     "llmrt.errors": (
         "ConfigError",
+        "EngineAsleepError",
         "EngineClosedError",
         "EngineDeadError",
         "EngineNotOpenError",
@@ -71,7 +73,7 @@ _HOME = {
         "WorkerCloseReport",
         "WorkerInfo",
     ),
-    "llmrt.sampling": ("SamplingParams",),
+    "llmrt.sampling": ("SamplingParams", "StructuredOutput"),
 }
 """By module: the public names that live there. They are imported when first asked for."""
 
@@ -83,6 +85,7 @@ __all__ = [
     "CompletionOutput",
     "ConfigError",
     "Engine",
+    "EngineAsleepError",
     "EngineClosedError",
     "EngineDeadError",
     "EngineNotOpenError",
@@ -98,6 +101,7 @@ __all__ = [
     "RequestOutput",
     "SamplingParams",
     "Score",
+    "StructuredOutput",
     "TimelineEntry",
     "Timeouts",
     "WorkerCloseReport",

@@ -13,6 +13,7 @@ from typing_extensions import Self
 from llmrt.engine import Engine, results_of_call, scores_of
 from llmrt.intake import Message, Prompt
 from llmrt.lifecycle import EngineState
+from llmrt.new_weights import WeightsSource
 from llmrt.outputs import (
     CloseReport,
     EngineStats,
@@ -25,6 +26,7 @@ from llmrt.sampling import SamplingParams
 from llmrt.session import RemoteCall
 from llmrt.streams import AsyncStream
 from llmrt.tokenizer import Tokenizer
+from llmrt.upkeep import Upkeep
 
 if TYPE_CHECKING:
     import os
@@ -79,6 +81,11 @@ class AsyncEngine:
     def state(self) -> EngineState:
         """Where the engine is in its life."""
         return self._engine.state
+
+    @property
+    def max_model_len(self) -> int:
+        """Most tokens of a sequence, prompt and output together."""
+        return self._engine.max_model_len
 
     def is_healthy(self) -> bool:
         """Return whether the engine is open and all its workers live."""
@@ -171,6 +178,34 @@ class AsyncEngine:
     ) -> list[Any]:
         """Run *fn* on every rank's module; as `Engine.apply_model`."""
         return await self._call_result(self._engine.begin_call(fn, on_model=True), timeout)
+
+    # ---- long-lived use ----
+
+    async def reset_prefix_cache(self) -> None:
+        """Forget every cached prefix."""
+        await asyncio.wrap_future(self._engine.begin_upkeep(Upkeep.reset_prefix_cache))
+
+    async def sleep(self, level: int = 1) -> None:
+        """Give memory away until `wake()`; as `Engine.sleep`."""
+        await asyncio.wrap_future(self._engine.begin_upkeep(lambda upkeep: upkeep.sleep(level)))
+
+    async def wake(self) -> None:
+        """Take the memory back and serve again; as `Engine.wake`."""
+        await asyncio.wrap_future(self._engine.begin_upkeep(Upkeep.wake))
+
+    @property
+    def is_asleep(self) -> bool:
+        """Whether it is between `sleep()` and `wake()`."""
+        return self._engine.is_asleep
+
+    async def update_weights(self, source: WeightsSource) -> None:
+        """Replace weights between two steps; as `Engine.update_weights`.
+
+        An iterable is read in a thread of its own. Cancelled before all has arrived, nothing
+        changes.
+        """
+        update = self._engine.begin_weights_update(source)
+        await _in_thread(update.run, on_cancel=update.cancel)
 
     @property
     def workers(self) -> tuple[WorkerInfo, ...]:

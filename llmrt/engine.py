@@ -20,6 +20,7 @@ from llmrt.generation import Generation, GenerationFuture
 from llmrt.intake import Message, Prompt
 from llmrt.lifecycle import EngineState, Lifecycle
 from llmrt.messages import CallFunction, FunctionRaised, FunctionReturned
+from llmrt.new_weights import WeightsSource, WeightsUpdate
 from llmrt.options import reject_unknown_options
 from llmrt.outputs import (
     CloseReport,
@@ -33,6 +34,7 @@ from llmrt.sampling import SamplingParams
 from llmrt.session import RemoteCall
 from llmrt.streams import Stream, StreamBuffer
 from llmrt.tokenizer import Tokenizer
+from llmrt.upkeep import Upkeep
 
 if TYPE_CHECKING:
     from llmrt.backend_choice import Backend
@@ -61,7 +63,8 @@ class Engine:
         gpu_memory_fraction: How much of a GPU's memory the engine may use.
         block_size: Tokens per block of the KV cache.
         prefix_caching: Keep computed prompts for later requests that begin alike.
-        quantization: Reserved.
+        quantization: `int8` (half the memory) or `int4` (a single stream twice as fast) for the
+            layers' matrices, on a CPU in bfloat16; None keeps them as the checkpoint has them.
         num_threads: Native threads per rank on a CPU; None is its share of the cores.
         seed: Of the requests that have none of their own.
         placement_group: A Ray placement group for the workers; with none, the one that this
@@ -174,10 +177,9 @@ class Engine:
             raise
 
     def __exit__(self, *_: object) -> None:
-        if self._life.is_foreign:  # a fork of the owner leaves the block: not its engine
-            return
         try:
-            self.close()
+            if not self._life.is_foreign:  # or a fork of the owner leaves the block
+                self.close()
         except KeyboardInterrupt:
             self.close(0.0)
             raise
@@ -195,6 +197,11 @@ class Engine:
             EngineNotOpenError: the engine is not open.
         """
         return self._life.require_opened().tokenizer
+
+    @property
+    def max_model_len(self) -> int:
+        """Most tokens of a sequence, prompt and output together."""
+        return self._life.require_opened().plan.max_model_len
 
     def is_healthy(self) -> bool:
         """Return whether the engine is open, all its workers live, and this process owns it."""
@@ -319,6 +326,56 @@ class Engine:
         """Run *fn* on every rank's `torch.nn.Module`; return the results by rank."""
         return self._wait_for_call(self.begin_call(fn, on_model=True), timeout)
 
+    # ---- long-lived use ----
+
+    def reset_prefix_cache(self) -> None:
+        """Forget every cached prefix; later requests compute theirs anew."""
+        self.begin_upkeep(Upkeep.reset_prefix_cache).result()
+
+    def sleep(self, level: int = 1) -> None:
+        """Give the memory of the KV cache away, and that of the weights, until `wake()`.
+
+        Verbs raise EngineAsleepError meanwhile; processes and groups stay up.
+
+        Args:
+            level: 1 keeps the weights in host memory; 2 drops them, and `wake` reads the
+                checkpoint again.
+
+        Raises:
+            RequestError: requests are unfinished; or with level 2, the weights came by
+                `update_weights` as tensors, so no checkpoint holds them.
+        """
+        self.begin_upkeep(lambda upkeep: upkeep.sleep(level)).result()
+
+    def wake(self) -> None:
+        """Take the memory back and serve again.
+
+        Raises:
+            RequestError: the weights cannot be read any more; the engine sleeps on.
+        """
+        self.begin_upkeep(Upkeep.wake).result()
+
+    @property
+    def is_asleep(self) -> bool:
+        """Whether it is between `sleep()` and `wake()`."""
+        upkeep = self._life.require_opened().session.upkeep
+        return upkeep is not None and upkeep.is_asleep
+
+    def update_weights(self, source: WeightsSource) -> None:
+        """Replace weights between two steps, and forget every cached prefix.
+
+        Requests that run go on with the new weights from their next token; what they have
+        computed stays. Nothing changes before everything has arrived and fits.
+
+        Args:
+            source: The directory or file of a checkpoint of the same model; or tensors by the
+                names that transformers gives them, all or some: pairs, or a state dict.
+
+        Raises:
+            RequestError: a name is unknown, or a shape is another; the old weights are whole.
+        """
+        self.begin_weights_update(source).run()
+
     @property
     def workers(self) -> tuple[WorkerInfo, ...]:
         """The worker processes, by rank; empty before the engine is opened."""
@@ -407,6 +464,14 @@ class Engine:
         session = self._life.require_opened().session
         payload = dumps_call(fn, args, kwargs)
         return session.call(CallFunction(payload=payload, on_model=on_model))
+
+    def begin_upkeep(self, work: Callable[[Upkeep], None]) -> Future[None]:
+        """Queue something to do to the engine between two steps."""
+        return self._life.require_opened().session.run(work)
+
+    def begin_weights_update(self, source: WeightsSource) -> WeightsUpdate:
+        """Return what sends new weights; its `run` blocks."""
+        return self._life.require_opened().weights_update(source)
 
     def abandon_call(self, call: RemoteCall) -> None:
         """Say that nobody waits for this call any more."""

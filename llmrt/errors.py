@@ -4,6 +4,7 @@
     ├── ConfigError (ValueError)    what you asked for cannot be: a bad option, no model
     ├── RequestError (ValueError)   you sent what cannot be served; the engine lives
     ├── EngineNotOpenError          you called a verb before `with Engine(...)` or `.open()`
+    ├── EngineAsleepError           you called a verb between `sleep()` and `wake()`
     ├── EngineClosedError           you called a verb after `close()`, or it closed under your call
     ├── RemoteCallError             your function raised on a worker; the engine lives
     ├── EngineStartError            the engine did not come up; nothing is left running
@@ -76,6 +77,10 @@ class RequestError(LlmrtError, ValueError):
 
 class EngineNotOpenError(LlmrtError):
     """A verb was called before the engine was opened."""
+
+
+class EngineAsleepError(LlmrtError):
+    """A verb was called while the engine sleeps; `wake()` makes it serve again."""
 
 
 class EngineClosedError(LlmrtError):

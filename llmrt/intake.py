@@ -12,8 +12,9 @@ from typing_extensions import TypeIs
 
 from llmrt.by_value import dumps
 from llmrt.errors import RequestError
-from llmrt.sampling import SamplingParams
+from llmrt.sampling import SamplingParams, StructuredOutput
 from llmrt.scheduler.request import Request
+from llmrt.structured_output import compile_grammar
 from llmrt.tokenizer import Tokenizer
 
 Prompt: TypeAlias = "str | Sequence[int] | Mapping[str, Any]"
@@ -108,16 +109,17 @@ class Intake:
     def _build(
         self, request_id: str, token_ids: tuple[int, ...], params: SamplingParams, priority: int
     ) -> Request:
-        processors = params.logits_processors
+        processors, form = params.logits_processors, params.structured_output
         return Request(
             request_id=request_id,
             prompt_token_ids=token_ids,
-            params=replace(params, logits_processors=None) if processors else params,
+            params=_for_workers(params),
             eos_token_ids=() if params.ignore_eos else self._limits.eos_token_ids,
             seed=params.seed if params.seed is not None else self._random.getrandbits(63),
             priority=priority,
             bad_word_ids=self._bad_word_ids(params.bad_words or ()),
             logits_processors=dumps(processors, "logits_processors") if processors else b"",
+            grammar=self._grammar(form) if form is not None else "",
         )
 
     def _prompt(
@@ -150,6 +152,11 @@ class Intake:
                     f"{self._limits.vocab_size}; -1 asks for all."
                 )
 
+    def _grammar(self, form: StructuredOutput) -> str:
+        if not self._limits.eos_token_ids:
+            raise RequestError("this model has no EOS token, with which an answer could end.")
+        return compile_grammar(form)
+
     def _bad_word_ids(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
         """Return each word as it is tokenised at the start of a text and after a space."""
         found = {
@@ -158,6 +165,13 @@ class Intake:
             for spelled in (word, f" {word.lstrip()}")
         }
         return tuple(sorted(found - {()}))
+
+
+def _for_workers(params: SamplingParams) -> SamplingParams:
+    """Return the parameters without what travels in another form."""
+    if not params.logits_processors and params.structured_output is None:
+        return params
+    return replace(params, logits_processors=None, structured_output=None)
 
 
 def as_prompts(prompts: object) -> list[Prompt]:

@@ -125,6 +125,7 @@ def _worker_config(
         model=model,
         weights=checkpoint.weights,
         gguf_index=checkpoint.gguf_index,
+        tokenizer=str(checkpoint.directory / "tokenizer.json"),
         device=options.device,
         dtype=options.dtype,
         num_threads=num_threads,

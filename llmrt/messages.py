@@ -11,6 +11,10 @@ Plain data only: ints, floats, strings, bytes, tuples and dataclasses of them. N
       │ ◄───────────────────── BatchResult    │
       │ CallFunction(payload) ──────────────► │  collective_rpc, apply_model
       │ ◄── FunctionReturned | FunctionRaised │
+      │ OpenWeights or WeightsChunk, … ─────► │  new weights, checked before they are used
+      │ ◄─────────────── Done | WeightsRefused│
+      │ ApplyWeights or DropWeights ────────► │
+      │ Sleep, later Wake(num_blocks) ──────► │  gives its memory away; gets it back
       │ Stop ───────────────────────────────► │  ends the worker
       │ ◄───────────────────────── Stopped    │
 """
@@ -18,6 +22,7 @@ Plain data only: ints, floats, strings, bytes, tuples and dataclasses of them. N
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 from llmrt.errors import RankFailure
 from llmrt.sampling import SamplingParams
@@ -89,6 +94,67 @@ class FunctionRaised:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class OpenWeights:
+    """Begin an update: open a checkpoint and check that it fits the model."""
+
+    update_id: int
+    weights: str
+    """As WorkerConfig has it."""
+    gguf_index: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WeightsChunk:
+    """Some bytes of a new tensor; its chunks come in order, one tensor after another."""
+
+    update_id: int
+    name: str
+    """As transformers names it."""
+    dtype: str
+    """`float32`, `bfloat16`, ..."""
+    shape: tuple[int, ...]
+    num_bytes: int
+    """Of the whole tensor."""
+    offset: int
+    data: bytes = field(repr=False)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ApplyWeights:
+    """Let the layers load what an update has brought."""
+
+    update_id: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DropWeights:
+    """Forget what an update has brought."""
+
+    update_id: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WeightsRefused:
+    """The weights do not fit the model, or cannot be read; it is as it was."""
+
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sleep:
+    """Free the KV cache, and move the weights to host memory or drop them."""
+
+    drops_weights: bool
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Wake:
+    """Bring the weights back, from host memory or the checkpoint, and allocate the KV cache."""
+
+    num_blocks: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Stop:
     """Destroy the group, free cache and weights, answer Stopped and exit."""
 
@@ -124,13 +190,14 @@ class NewSequence:
     """params.bad_words as token ids."""
     logits_processors: bytes = b""
     """cloudpickle of params.logits_processors, which are taken out of `params`; empty for none."""
+    grammar: str = ""
+    """params.structured_output, compiled, which is taken out of `params`; empty for none."""
     scores_from: int = 0
     """With params.prompt_logprobs: the first prompt token that is scored."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ScheduledSequence:
-    """What one sequence does in one step."""
+class ScheduledSequence(NamedTuple):
+    """What one sequence does in one step. A named tuple: a step has one for each sequence."""
 
     seq_id: int
     start: int
@@ -158,6 +225,10 @@ class Batch:
         """Tokens that run in this step."""
         return sum(s.num_tokens for s in self.scheduled)
 
+    def __reduce__(self) -> tuple[object, ...]:
+        # By columns: pickling a thousand small objects one by one takes twenty times as long.
+        return _batch_of_columns, (self.step, self.new, _columns(self.scheduled), self.finished)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TokenLogprobs:
@@ -168,8 +239,7 @@ class TokenLogprobs:
     ranks: tuple[int, ...]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SampledToken:
+class SampledToken(NamedTuple):
     """The next token of one sequence."""
 
     seq_id: int
@@ -207,6 +277,34 @@ class BatchResult:
     prompt_logprobs: tuple[PromptLogprobs, ...] = ()
     failures: tuple[SequenceFailure, ...] = ()
 
+    def __reduce__(self) -> tuple[object, ...]:
+        columns = _columns(self.tokens)
+        return _result_of_columns, (self.step, columns, self.prompt_logprobs, self.failures)
+
+
+def _columns(rows: tuple[tuple[object, ...], ...]) -> tuple[tuple[object, ...], ...]:
+    return tuple(zip(*rows, strict=True))
+
+
+def _batch_of_columns(
+    step: int,
+    new: tuple[NewSequence, ...],
+    columns: tuple[tuple[Any, ...], ...],
+    finished: tuple[int, ...],
+) -> Batch:
+    scheduled = tuple(map(ScheduledSequence, *columns)) if columns else ()
+    return Batch(step=step, new=new, scheduled=scheduled, finished=finished)
+
+
+def _result_of_columns(
+    step: int,
+    columns: tuple[tuple[Any, ...], ...],
+    prompt_logprobs: tuple[PromptLogprobs, ...],
+    failures: tuple[SequenceFailure, ...],
+) -> BatchResult:
+    tokens = tuple(map(SampledToken, *columns)) if columns else ()
+    return BatchResult(step=step, tokens=tokens, prompt_logprobs=prompt_logprobs, failures=failures)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Execute:
@@ -215,5 +313,8 @@ class Execute:
     batch: Batch = field(repr=False)
 
 
-Command = Load | AllocateCache | Execute | CallFunction | Stop
-Answer = LoadReport | Done | BatchResult | FunctionReturned | FunctionRaised | Stopped
+WeightsCommand = OpenWeights | WeightsChunk | ApplyWeights | DropWeights
+Command = Load | AllocateCache | Execute | CallFunction | WeightsCommand | Sleep | Wake | Stop
+Answer = (
+    LoadReport | Done | BatchResult | FunctionReturned | FunctionRaised | WeightsRefused | Stopped
+)

@@ -23,6 +23,7 @@ from llmrt.intake import (
     params_per_prompt,
 )
 from llmrt.launch_plan import LaunchPlan
+from llmrt.new_weights import WeightsSource, WeightsUpdate
 from llmrt.sampling import SamplingParams
 from llmrt.scheduler.request import Request
 from llmrt.session import Session
@@ -50,6 +51,7 @@ class Opened:
         )
         self._intake = Intake(tokenizer, self.limits, plan.options.seed)
         self._request_numbers = itertools.count()
+        self._update_numbers = itertools.count()
 
     # ---- building: nothing is queued before everything is checked ----
 
@@ -150,6 +152,11 @@ class Opened:
 
     def _new_request_id(self) -> str:
         return f"request-{next(self._request_numbers)}"
+
+    def weights_update(self, source: WeightsSource) -> WeightsUpdate:
+        """Return what sends new weights to the workers."""
+        number = next(self._update_numbers)
+        return WeightsUpdate(source, self.plan.model, number, self.session.run)
 
     # ---- sending ----
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import Any, Literal
 
 from llmrt.errors import RequestError
 
@@ -14,6 +14,65 @@ GREEDY_TEMPERATURE = 1e-5
 
 LogitsProcessor = Callable[..., Any]
 """`f(output_ids, logits_V) -> logits_V` or `f(prompt_ids, output_ids, logits_V) -> logits_V`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StructuredOutput:
+    """The form that an answer must have: give one of these. Needs the extra `structured`.
+
+    Raises:
+        RequestError: none was given, or several.
+    """
+
+    json_schema: str | Mapping[str, Any] | type | None = None
+    """A JSON schema, as text or as a dict; or a pydantic model, whose schema is taken."""
+    regex: str | None = None
+    """A regular expression for the whole answer."""
+    choice: Sequence[str] | None = None
+    """The answer is one of these."""
+    grammar: str | None = None
+    """A context-free grammar, in Lark's notation or GBNF."""
+
+    def __post_init__(self) -> None:
+        given = [f.name for f in fields(self) if getattr(self, f.name) is not None]
+        if len(given) != 1:
+            raise RequestError(
+                "StructuredOutput takes one of json_schema, regex, choice and grammar; it was "
+                f"given {', '.join(given) or 'none'}."
+            )
+        self._normalise()
+
+    @property
+    def kind(self) -> Literal["json_schema", "regex", "choice", "grammar"]:
+        """Which of them was given."""
+        for name in ("json_schema", "regex", "choice"):
+            if getattr(self, name) is not None:
+                return name
+        return "grammar"
+
+    @property
+    def value(self) -> Any:
+        """What was given."""
+        return getattr(self, self.kind)
+
+    def _normalise(self) -> None:
+        if hasattr(self.json_schema, "model_json_schema"):
+            schema: Any = self.json_schema
+            object.__setattr__(self, "json_schema", schema.model_json_schema())
+        if self.choice is not None:
+            is_text = isinstance(self.choice, str)
+            object.__setattr__(self, "choice", () if is_text else tuple(self.choice))
+            if not self.choice or not all(type(c) is str and c for c in self.choice):
+                raise RequestError("choice must be a list of strings that are not empty.")
+        for name in ("regex", "grammar"):
+            value = getattr(self, name)
+            if value is not None and type(value) is not str:
+                raise RequestError(f"{name} must be a string, not {type(value).__name__}.")
+        if not isinstance(self.json_schema, (str, Mapping, type(None))):
+            raise RequestError(
+                "json_schema must be a dict, its text, or a pydantic model, not "
+                f"{type(self.json_schema).__name__}."
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,6 +129,8 @@ class SamplingParams:
     """False leaves `text` empty and saves the work."""
     logits_processors: Sequence[LogitsProcessor] | None = None
     """Functions applied to the logits before sampling."""
+    structured_output: StructuredOutput | None = None
+    """The form that the text must have. Masks every other token, after all that changes logits."""
 
     def __post_init__(self) -> None:
         self._normalise()
@@ -141,6 +202,11 @@ class SamplingParams:
         if self.stop_strings and not self.detokenize:
             raise RequestError(
                 "stop strings need the text: leave detokenize=True, or use stop_token_ids."
+            )
+        if self.structured_output is not None and self.ignore_eos:
+            raise RequestError(
+                "an answer of a given form ends with EOS: structured_output and ignore_eos=True "
+                "exclude each other."
             )
         for name in ("stop_token_ids", "allowed_token_ids"):
             for token_id in getattr(self, name) or ():

@@ -7,6 +7,7 @@ message and waits:
       Add(generation) ──► inbox ──►   scheduler.add ─► steps ─► generation.accept ─► future, stream
       Abort(request_id) ─► inbox ─►   scheduler.abort
       RemoteCall ────────► inbox ─►   between two steps: CallFunction to every rank ─► future
+      Errand ────────────► inbox ─►   between two steps: what it does with Upkeep ─► future
       close() ─────────► flags  ──►   stop ladder ─► CloseReport ─► the thread ends
 
 A session holds no reference to its Engine: an engine that is dropped is collected, and its
@@ -28,9 +29,10 @@ from concurrent.futures import Future, InvalidStateError
 from contextvars import Context, copy_context
 from dataclasses import dataclass, field, replace
 from enum import Enum
-from typing import cast
+from typing import Any, Generic, TypeVar, cast
 
 from llmrt.errors import (
+    EngineAsleepError,
     EngineClosedError,
     EngineDeadError,
     EngineStartError,
@@ -65,6 +67,9 @@ from llmrt.scheduler.updates import (
     TokenUpdate,
     Update,
 )
+from llmrt.upkeep import Upkeep
+
+Result = TypeVar("Result")
 
 _ATTENTION_SECONDS = 3.0
 """How long the session's thread has at least to turn to the stop ladder."""
@@ -102,6 +107,14 @@ class RemoteCall:
     """When its caller stopped waiting: from then on it has as long as a step."""
 
 
+@dataclass(slots=True, eq=False)
+class Errand(Generic[Result]):
+    """Something that is to be done to the engine between two steps."""
+
+    work: Callable[[Upkeep], Result]
+    future: Future[Result] = field(default_factory=Future[Result])
+
+
 class Session:
     """One opening of an engine. Every public method may be called from any thread."""
 
@@ -121,18 +134,19 @@ class Session:
         """Why calls fail once the session has ended."""
         self.scheduler: Scheduler | None = None
         self.backend = plan.backend
+        self.upkeep: Upkeep | None = None
         self._plan = plan
         self._timeouts = plan.timeouts
         self._on_phase = on_phase
         self._on_output = on_output
         self._opener: Context | None = copy_context()
         self._opened_at = time.monotonic()
-        self._inbox: deque[Generation | RemoteCall] = deque()
+        self._inbox: deque[Generation | RemoteCall | Errand[Any]] = deque()
         self._aborts: deque[str] = deque()
         self._close_asked = False
         self._close_deadline: float | None = None
         self._generations: dict[str, Generation] = {}
-        self._calls: deque[RemoteCall] = deque()
+        self._calls: deque[RemoteCall | Errand[Any]] = deque()
         self._active: tuple[RemoteCall, PendingCall] | None = None
         self._devices: tuple[str, ...] = ()
         self._has_begun = threading.Lock()  # taken once: by the thread, or to keep it from running
@@ -177,6 +191,12 @@ class Session:
         remote_call = RemoteCall(command=command)
         self._post(remote_call)
         return remote_call
+
+    def run(self, work: Callable[[Upkeep], Result]) -> Future[Result]:
+        """Queue something to do to the engine, after the step that runs now."""
+        errand = Errand(work=work)
+        self._post(errand)
+        return errand.future
 
     def abandon(self, remote_call: RemoteCall) -> None:
         """Say that nobody waits for this call any more."""
@@ -266,7 +286,7 @@ class Session:
         if self._close_deadline is None or deadline < self._close_deadline:
             self._close_deadline = deadline
 
-    def _post(self, message: Generation | RemoteCall) -> None:
+    def _post(self, message: Generation | RemoteCall | Errand[Any]) -> None:
         self._inbox.append(message)
         self.group.wake()
         if self._ended.is_set():  # it ended between the caller's look and now
@@ -301,6 +321,7 @@ class Session:
         num_blocks = min(report.num_blocks for report in reports)
         self._command(AllocateCache(num_blocks=num_blocks))
         self.scheduler = Scheduler(self._plan.scheduler_config(num_blocks))
+        self.upkeep = Upkeep(self.group, self.scheduler, num_blocks, self._timeouts)
         self._note_phase(None, "ready", "")
         self.state = SessionState.RUNNING
         self._opener = None
@@ -319,7 +340,7 @@ class Session:
                 self._follow_call()
             elif self._calls:
                 loop.drain()
-                self._begin_call()
+                self._begin_next()
             elif not loop.run_once():
                 self.group.poll(None)
             if self.group.failure is not None:
@@ -328,10 +349,10 @@ class Session:
     def _take_messages(self, scheduler: Scheduler) -> None:
         while self._inbox:
             message = self._inbox.popleft()
-            if isinstance(message, RemoteCall):
-                self._calls.append(message)
-            else:
+            if isinstance(message, Generation):
                 self._admit(scheduler, message)
+            else:
+                self._calls.append(message)
         while self._aborts:
             request_id = self._aborts.popleft()
             self._generations.pop(request_id, None)
@@ -340,9 +361,11 @@ class Session:
     def _admit(self, scheduler: Scheduler, generation: Generation) -> None:
         if generation.future.cancelled():
             return
+        assert self.upkeep is not None
         try:
+            self.upkeep.check_awake()
             updates = scheduler.add(generation.request)
-        except RequestError as error:
+        except (RequestError, EngineAsleepError) as error:
             generation.fail(error)
         except BaseException:
             self._inbox.appendleft(generation)  # it ends with all the others
@@ -375,13 +398,28 @@ class Session:
     def _forget(self, generation: Generation) -> None:
         self._generations.pop(generation.request.request_id, None)
 
-    # ---- remote calls ----
+    # ---- remote calls and errands ----
 
-    def _begin_call(self) -> None:
-        remote_call = self._calls[0]  # until it is sent: a death that is noticed now ends it, too
-        if not remote_call.future.cancelled():
-            self._active = (remote_call, self.group.submit(remote_call.command))
+    def _begin_next(self) -> None:
+        assert self.upkeep is not None
+        asked = self._calls[0]  # until it is sent: a death that is noticed now ends it, too
+        if isinstance(asked, Errand):
+            self._run_errand(asked, self.upkeep)
+        elif self.upkeep.is_asleep:
+            _fail(asked.future, EngineAsleepError("the engine is asleep; call `wake()` first."))
+        elif not asked.future.cancelled():
+            self._active = (asked, self.group.submit(asked.command))
         self._calls.popleft()
+
+    def _run_errand(self, errand: Errand[Any], upkeep: Upkeep) -> None:
+        """Do an errand. What breaks the engine is raised, and fails the errand when it ends."""
+        try:
+            result = errand.work(upkeep)
+        except (RequestError, EngineAsleepError) as error:
+            _fail(errand.future, error)
+        else:
+            with contextlib.suppress(InvalidStateError):  # its caller has left
+                errand.future.set_result(result)
 
     def _follow_call(self) -> None:
         assert self._active is not None
@@ -449,7 +487,10 @@ class Session:
         return max(0.0, self._close_deadline - time.monotonic())
 
     def _fail_running(self) -> None:
-        waiting: list[Generation | RemoteCall] = [*self._generations.values(), *self._calls]
+        waiting: list[Generation | RemoteCall | Errand[Any]] = [
+            *self._generations.values(),
+            *self._calls,
+        ]
         if self._active is not None:
             waiting.insert(0, self._active[0])
         self._generations.clear()
@@ -463,13 +504,13 @@ class Session:
             while True:
                 self._fail(self._inbox.popleft())
 
-    def _fail(self, message: Generation | RemoteCall) -> None:
+    def _fail(self, message: Generation | RemoteCall | Errand[Any]) -> None:
         """End one caller's wait; what its callbacks raise must not keep it from the others."""
         with contextlib.suppress(BaseException):
-            if isinstance(message, RemoteCall):
-                message.future.set_exception(self._set_error().for_one_caller())
-            else:
+            if isinstance(message, Generation):
                 message.fail(self._set_error().for_one_caller())
+            else:
+                message.future.set_exception(self._set_error().for_one_caller())
 
     def _note_phase(self, rank: int | None, phase: str, detail: str) -> None:
         entry = TimelineEntry(
@@ -511,6 +552,11 @@ class _GroupSteps:
 def _stack_of(thread: threading.Thread) -> str:
     frame = sys._current_frames().get(thread.ident or 0)  # pyright: ignore[reportPrivateUsage]
     return "".join(traceback.format_stack(frame)) if frame is not None else "(ended)"
+
+
+def _fail(future: Future[Any], error: LlmrtError) -> None:
+    with contextlib.suppress(InvalidStateError):
+        future.set_exception(error)
 
 
 def _as_error(update: SequenceFailed) -> LlmrtError:

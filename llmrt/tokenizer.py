@@ -56,7 +56,8 @@ class Tokenizer:
             if (token_id := backend.token_to_id(f"<0x{byte:02X}>")) is not None
         )
         """Ids that stand for one byte each, where the vocabulary spells rare characters so."""
-        self._name = name
+        self.name = name
+        """What its model is called."""
         first_id = backend.encode("", add_special_tokens=True).ids[:1]
         self._encoder_adds_bos = first_id == [self.bos_token_id]
         self._wants_bos = bool(settings.get("add_bos_token", self._encoder_adds_bos))
@@ -189,11 +190,11 @@ class Tokenizer:
             return self._templates["default"]
         if self._templates:
             raise RequestError(
-                f"{self._name} has no default chat template; choose one with chat_template=: "
+                f"{self.name} has no default chat template; choose one with chat_template=: "
                 f"{', '.join(sorted(self._templates))}."
             )
         raise RequestError(
-            f"{self._name or 'This model'} has no chat template. Pass one (Jinja) as "
+            f"{self.name or 'This model'} has no chat template. Pass one (Jinja) as "
             "chat_template=, put a chat_template.jinja beside its tokenizer.json, or use "
             "generate() with a prompt you wrote."
         )

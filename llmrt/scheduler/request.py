@@ -46,6 +46,8 @@ class Request:
     bad_word_ids: tuple[tuple[int, ...], ...] = ()
     logits_processors: bytes = b""
     """cloudpickle of `params.logits_processors`; the callables themselves do not travel."""
+    grammar: str = ""
+    """`params.structured_output`, compiled."""
     scores_from: int = 0
     """With prompt_logprobs: the first prompt token that is scored; those before may be cached."""
     sequences: tuple[Sequence, ...] = field(init=False, default=())
@@ -174,6 +176,7 @@ class Sequence:
             eos_token_ids=tuple(sorted(request.end_token_ids)),
             bad_word_ids=request.bad_word_ids,
             logits_processors=request.logits_processors,
+            grammar=request.grammar,
             scores_from=request.scores_from,
         )
 

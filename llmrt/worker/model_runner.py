@@ -57,6 +57,10 @@ class SampledTokens(Protocol):
 class TokenSampler(Protocol):
     """Chooses the next tokens."""
 
+    def begin(self, sequence: SequenceState) -> None:
+        """Prepare, while its prompt runs, what sampling a new sequence will need."""
+        ...
+
     def sample(self, logits_RV: Tensor, sequences: Sequence[SequenceState]) -> SampledTokens:
         """Return the next token of each sequence from its row of float32 logits."""
         ...
@@ -69,6 +73,10 @@ class TokenSampler(Protocol):
 
     def forget(self, seq_id: int) -> None:
         """Let go of what was kept for a sequence, if anything."""
+        ...
+
+    def close(self) -> None:
+        """Let go of everything, threads included."""
         ...
 
 
@@ -93,9 +101,20 @@ class ModelRunner:
 
     def allocate_cache(self, num_blocks: int) -> None:
         """Make the KV cache; sequences that were running are forgotten."""
-        self._sequences.clear()
-        self._inputs = None  # The old cache goes before the new one comes.
+        self.free_cache()  # The old one goes before the new one comes.
         self._inputs = self._input_builder(num_blocks)
+
+    def free_cache(self) -> None:
+        """Give the memory of the KV cache back, and forget every sequence."""
+        for seq_id in self._sequences:
+            self._sampler.forget(seq_id)
+        self._sequences.clear()
+        self._inputs = None
+
+    def close(self) -> None:
+        """Free the cache, and end what the sampler has begun."""
+        self.free_cache()
+        self._sampler.close()
 
     def _input_builder(self, num_blocks: int) -> InputBuilder:
         model = self._config.model
@@ -150,9 +169,11 @@ class ModelRunner:
         if not batch.scheduled:
             return BatchResult(step=batch.step)
         inputs = self._inputs.build(batch.scheduled, self._sequences)
-        x_TD = self.model(inputs.input_ids_T, inputs.positions_T, inputs.attention)
-        scores = [p for rows in inputs.prompt_rows for p in self._score(x_TD, rows)]
-        sampled = self._sample(x_TD, inputs)
+        x_UD = self.model(
+            inputs.input_ids_T, inputs.positions_T, inputs.attention, inputs.used_rows_U
+        )
+        scores = [p for rows in inputs.prompt_rows for p in self._score(x_UD, rows)]
+        sampled = self._sample(x_UD, inputs)
         return BatchResult(
             step=batch.step,
             tokens=sampled.tokens if sampled is not None else (),
@@ -167,14 +188,17 @@ class ModelRunner:
             self._sampler.forget(seq_id)
         for new in batch.new:
             self._sequences[new.seq_id] = _state_of(new)
+            if self._group.rank == 0:
+                self._sampler.begin(self._sequences[new.seq_id])
         for scheduled in batch.scheduled:
             self._sequences[scheduled.seq_id].block_ids.extend(scheduled.new_block_ids)
 
-    def _sample(self, x_TD: Tensor, inputs: StepInputs) -> SampledTokens | None:
+    def _sample(self, x_UD: Tensor, inputs: StepInputs) -> SampledTokens | None:
         """Sample on rank 0, and append the tokens on every rank."""
         if not inputs.sampling:
             return None
-        logits_RV = self.model.logits(x_TD[inputs.sampling_rows_R])
+        x_RD = x_UD[inputs.sampling_rows_R] if inputs.used_rows_U is None else x_UD
+        logits_RV = self.model.logits(x_RD)
         sampled = None
         token_ids_R = torch.zeros_like(inputs.sampling_rows_R)
         if logits_RV is not None:

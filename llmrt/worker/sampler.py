@@ -5,6 +5,7 @@ R rows (sequences), V vocabulary, T tokens in a row.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -14,6 +15,7 @@ from llmrt.errors import RankFailure
 from llmrt.messages import PromptLogprobs, SampledToken, SequenceFailure, TokenLogprobs
 from llmrt.worker.sampling.choice import NO_TOKEN, choose_tokens
 from llmrt.worker.sampling.edits import edit_logits
+from llmrt.worker.sampling.grammars import Grammars, GrammarState
 from llmrt.worker.sampling.logprobs import prompt_logprobs, token_logprobs
 from llmrt.worker.sampling.plan import SamplingPlan
 from llmrt.worker.sequence import SequenceState
@@ -33,8 +35,16 @@ class Sampled:
 class Sampler:
     """Keeps only what follows from a SequenceState; one that comes back anew starts afresh."""
 
-    def __init__(self) -> None:
+    def __init__(self, grammars: Grammars | None = None) -> None:
+        self._grammars = grammars
+        self._begun: dict[int, GrammarState] = {}
         self._plans: dict[int, SamplingPlan] = {}
+
+    def begin(self, sequence: SequenceState) -> None:
+        """Prepare, while its prompt runs, what sampling a new sequence will need."""
+        if sequence.spec.grammar:
+            assert self._grammars is not None, "a grammar came to a sampler without tokenizer"
+            self._begun[sequence.spec.seq_id] = self._grammars.begin(sequence)
 
     def sample(self, logits_RV: torch.Tensor, sequences: Sequence[SequenceState]) -> Sampled:
         """Choose the next token of each sequence.
@@ -48,6 +58,9 @@ class Sampler:
         logits_RV = logits_RV.float()
         plans = [self._plan_for(sequence, logits_RV.shape[1]) for sequence in sequences]
         chosen, failures = _choose(logits_RV, sequences, plans)
+        for row, (plan, token_id) in enumerate(zip(plans, chosen, strict=True)):
+            if plan.grammar is not None and row not in failures:
+                plan.grammar.advance(token_id)
         logprobs = _logprobs(logits_RV, chosen, plans)
         return Sampled(
             token_ids=chosen,
@@ -72,11 +85,18 @@ class Sampler:
     def forget(self, seq_id: int) -> None:
         """Let go of what was kept for a sequence, if anything."""
         self._plans.pop(seq_id, None)
+        self._begun.pop(seq_id, None)
+
+    def close(self) -> None:
+        """End the thread that follows grammars, if there is one."""
+        if self._grammars is not None:
+            self._grammars.close()
 
     def _plan_for(self, sequence: SequenceState, vocab_size: int) -> SamplingPlan:
         plan = self._plans.get(sequence.spec.seq_id)
         if plan is None or plan.sequence is not sequence:
-            plan = SamplingPlan(sequence, vocab_size)
+            grammar = self._begun.pop(sequence.spec.seq_id, None)
+            plan = SamplingPlan(sequence, vocab_size, grammar)
             self._plans[sequence.spec.seq_id] = plan
         return plan
 
@@ -94,6 +114,7 @@ def _choose(
         row: SequenceFailure(seq_id=sequences[row].spec.seq_id, failure=failure)
         for row, failure in raised.items()
     }
+    failures |= _keep_to_grammars(edited_RV, sequences, plans)
     chosen = choose_tokens(
         edited_RV,
         [plan.params for plan in plans],
@@ -109,6 +130,26 @@ def _choose(
     return [0 if row in failures else token_id for row, token_id in enumerate(chosen)], failures
 
 
+def _keep_to_grammars(
+    logits_RV: torch.Tensor, sequences: Sequence[SequenceState], plans: Sequence[SamplingPlan]
+) -> dict[int, SequenceFailure]:
+    """Exclude in place what the form of an answer does not allow."""
+    failures: dict[int, SequenceFailure] = {}
+    for row, plan in enumerate(plans):
+        if plan.grammar is None:
+            continue
+        try:
+            allowed_V = plan.grammar.allowed_V().to(logits_RV.device)
+            logits_RV[row].masked_fill_(~allowed_V, -math.inf)
+        except ValueError as error:
+            failures[row] = SequenceFailure(
+                seq_id=sequences[row].spec.seq_id,
+                failure=RankFailure.of(0, error),
+                by_user_code=False,
+            )
+    return failures
+
+
 def _explain_no_token(logits_V: torch.Tensor) -> RankFailure:
     if not logits_V.amax().isfinite():
         message = (
@@ -117,8 +158,9 @@ def _explain_no_token(logits_V: torch.Tensor) -> RankFailure:
         )
     else:
         message = (
-            "No token is left to sample: allowed_token_ids, bad_words, min_tokens, logit_bias and "
-            "logits_processors together exclude all of them, or make a logit NaN."
+            "No token is left to sample: allowed_token_ids, bad_words, min_tokens, logit_bias, "
+            "logits_processors and structured_output together exclude all of them, or make a "
+            "logit NaN."
         )
     return RankFailure.of(0, ValueError(message))
 

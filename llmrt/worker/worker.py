@@ -9,23 +9,34 @@ from llmrt.errors import ConfigError
 from llmrt.messages import (
     AllocateCache,
     Answer,
+    ApplyWeights,
     CallFunction,
     Command,
     Done,
+    DropWeights,
     Execute,
     Load,
     LoadReport,
+    OpenWeights,
+    Sleep,
     Stop,
     Stopped,
+    Wake,
+    WeightsChunk,
+    WeightsRefused,
 )
 from llmrt.model_config import check_tp
 from llmrt.worker import shard
 from llmrt.worker.device import Placement, cache_bytes, place
 from llmrt.worker.function_calls import call_function
+from llmrt.worker.matrices.kernels import can_multiply_int4, can_multiply_int8
 from llmrt.worker.model_runner import ModelRunner
 from llmrt.worker.models.decoder import Decoder
 from llmrt.worker.sampler import Sampler
+from llmrt.worker.sampling.grammars import Grammars
 from llmrt.worker.tensor_parallel import TPGroup, join_group
+from llmrt.worker.weight_updates import WeightUpdates
+from llmrt.worker.weights.catalogue import RecordingReader
 from llmrt.worker.weights.open_weights import open_weights
 
 
@@ -46,7 +57,9 @@ class Worker:
         self._config = config
         self._context = context
         self._group: TPGroup | None = None
+        self._placement: Placement | None = None
         self._runner: ModelRunner | None = None
+        self._updates: WeightUpdates | None = None
         self._num_threads_before: int | None = None
 
     def handle(self, command: Command) -> Answer:
@@ -65,6 +78,13 @@ class Worker:
             case CallFunction():
                 first = self.model if command.on_model else self
                 return call_function(command, first, self.rank)
+            case OpenWeights() | WeightsChunk() | ApplyWeights() | DropWeights():
+                assert self._updates is not None, "new weights came while there are none"
+                return self._updates.handle(command)
+            case Sleep():
+                return self._sleep(command)
+            case Wake():
+                return self._wake(command)
             case Stop():
                 return self.stop(command)
 
@@ -72,8 +92,7 @@ class Worker:
         """Leave the group, drop cache and weights; may be called in any state, and twice."""
         is_destroyed = self._leave_group(command.destroy_group)
         uses_cuda = self.device is not None and self.device.type == "cuda"
-        self._runner = None
-        self.model = None
+        self._drop_model()
         if uses_cuda:
             torch.cuda.empty_cache()
         if self._num_threads_before is not None:
@@ -82,21 +101,25 @@ class Worker:
         return Stopped(rank=self.rank, group_destroyed=is_destroyed)
 
     def _load(self) -> LoadReport:
-        self._check_options()
+        check_tp(self._config.model, self.world_size)
         self._set_num_threads()
         placement = place(self._config, self.rank, self.world_size, self._context.device_index)
-        self.device = placement.device
+        self._check_quantization(placement)
+        self.device, self._placement = placement.device, placement
         self._context.report("joining group")
         self._group = join_group(self._context, placement.device)
-        self.model = self._load_model(self._group, placement)
-        self._runner = ModelRunner(self._config, self.model, self._group, placement, Sampler())
+        self._load_model(self._group, placement)
         return self._load_report(placement)
 
-    def _check_options(self) -> None:
-        check_tp(self._config.model, self.world_size)
-        if self._config.quantization is not None:
+    def _check_quantization(self, placement: Placement) -> None:
+        kind = self._config.quantization
+        is_possible = {None: True, "int4": can_multiply_int4, "int8": can_multiply_int8}[kind]
+        if callable(is_possible) and not is_possible(placement):
             raise ConfigError(
-                f"quantization={self._config.quantization!r} is not available; leave it None."
+                f"quantization={kind!r} runs on a CPU in dtype='bfloat16', with kernels that this "
+                f"torch ({torch.__version__}) may lack; here it would run on {placement.device} in "
+                f"{str(placement.dtype).removeprefix('torch.')}. Pass dtype='bfloat16', or leave "
+                "quantization None."
             )
 
     def _set_num_threads(self) -> None:
@@ -105,16 +128,28 @@ class Worker:
             self._num_threads_before = torch.get_num_threads()
             torch.set_num_threads(self._config.num_threads)
 
-    def _load_model(self, group: TPGroup, placement: Placement) -> Decoder:
-        self._context.report("loading weights")
-        reader = open_weights(self._config, self._context.report)
+    def _load_model(self, group: TPGroup, placement: Placement) -> None:
+        """Read this rank's weights, and make what runs and changes them."""
+        config, report = self._config, self._context.report
+        report("loading weights")
+        reader = RecordingReader(open_weights(config, report))
         try:
-            model = Decoder(self._config.model, group, placement)
+            model = Decoder(config.model, group, placement)
             model.load(reader)
             reader.check_all_read()
         finally:
             reader.close()
-        return model
+        self.model = model
+        sampler = Sampler(Grammars(config.tokenizer, config.model.vocab_size))
+        self._runner = ModelRunner(config, model, group, placement, sampler)
+        self._updates = WeightUpdates(config, placement, model, reader.catalogue, report)
+
+    def _drop_model(self) -> None:
+        if self._runner is not None:
+            self._runner.close()
+        self._runner = None
+        self._updates = None
+        self.model = None
 
     def _load_report(self, placement: Placement) -> LoadReport:
         runner = self._loaded_runner()
@@ -141,6 +176,35 @@ class Worker:
         self._context.report("allocating cache")
         self._loaded_runner().allocate_cache(command.num_blocks)
         return Done()
+
+    def _sleep(self, command: Sleep) -> Done:
+        self._loaded_runner().free_cache()
+        if command.drops_weights:
+            assert self._updates is not None, "nothing is loaded"
+            self._config = self._updates.config
+            self._drop_model()
+        else:
+            self._move_weights(torch.device("cpu"))
+        if self.device is not None and self.device.type == "cuda":
+            torch.cuda.empty_cache()
+        return Done()
+
+    def _wake(self, command: Wake) -> Done | WeightsRefused:
+        assert self._group is not None, "nothing was loaded"
+        assert self._placement is not None, "nothing was loaded"
+        if self.model is None:
+            try:
+                self._load_model(self._group, self._placement)
+            except ConfigError as error:
+                return WeightsRefused(reason=str(error))
+        else:
+            self._move_weights(self._placement.device)
+        return self._allocate_cache(AllocateCache(num_blocks=command.num_blocks))
+
+    def _move_weights(self, device: torch.device) -> None:
+        assert self.model is not None, "nothing is loaded"
+        for parameter in self.model.parameters():
+            parameter.data = parameter.data.to(device)
 
     def _loaded_runner(self) -> ModelRunner:
         assert self._runner is not None, "a command came before Load, or after Stop"

@@ -53,6 +53,23 @@ def greedy_reference(
     return [Reference(**r) for r in json.loads(done.stdout)]
 
 
+def logprobs_reference(
+    model: Path, texts: Sequence[Sequence[int]], dtype: str = "float32"
+) -> list[list[list[float]]]:
+    """Return, per text and position, the log-probability of every token that could come next."""
+    asked = json.dumps({"texts": [list(t) for t in texts]})
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.support.reference", str(model), dtype],
+        cwd=Path(__file__).parents[2],
+        input=asked,
+        stdout=subprocess.PIPE,
+        text=True,
+        timeout=600,
+        check=True,
+    )
+    return json.loads(done.stdout)
+
+
 def load(path: Path, dtype: str) -> Any:
     """Load a model with transformers; a GGUF file is dequantised."""
     import torch
@@ -91,6 +108,10 @@ def main() -> None:
     asked = json.load(sys.stdin)
     model = load(Path(sys.argv[1]), sys.argv[2])
     with torch.inference_mode():
+        if "texts" in asked:
+            texts = [model(torch.tensor([ids])).logits[0].log_softmax(-1) for ids in asked["texts"]]
+            json.dump([text.tolist() for text in texts], sys.stdout)
+            return
         answers = [decode(model, prompt, asked["num_tokens"]) for prompt in asked["prompts"]]
     json.dump(answers, sys.stdout)
 

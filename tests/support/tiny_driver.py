@@ -94,7 +94,13 @@ class GreedySampler:
             ),
         )
 
+    def begin(self, sequence: SequenceState) -> None:
+        pass
+
     def forget(self, seq_id: int) -> None:
+        pass
+
+    def close(self) -> None:
         pass
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,10 +14,14 @@ ROOT = Path(__file__).parents[2]
 WRITER = "tests.support.write_tiny_model"
 
 
-def write_tiny_model(directory: Path, *, seed: int, num_heads: int) -> Path:
-    """Write a tiny model in a process of its own and return its directory."""
+def write_tiny_model(directory: Path, *, seed: int, num_heads: int, **options: Any) -> Path:
+    """Write a tiny model in a process of its own and return its directory.
+
+    *options* go into its config.json; `model_type` is llama unless they say another.
+    """
+    arguments = [str(directory), str(seed), str(num_heads), json.dumps(options)]
     subprocess.run(
-        [sys.executable, "-m", WRITER, str(directory), str(seed), str(num_heads)],
+        [sys.executable, "-m", WRITER, *arguments],
         cwd=ROOT,
         check=True,
         timeout=100,

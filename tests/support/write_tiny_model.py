@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 CHAT_TEMPLATE = (
     "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}<|end|>{% endfor %}"
@@ -32,33 +33,39 @@ def write_tokenizer(directory: Path) -> int:
     return len(vocab)
 
 
-def write_model(directory: Path, vocab_size: int, seed: int, num_heads: int) -> None:
+def write_model(directory: Path, seed: int, sizes: dict[str, Any]) -> None:
     """Write random weights and their config."""
     import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(seed)
-    config = LlamaConfig(
-        vocab_size=vocab_size,
-        hidden_size=16 * num_heads,
-        intermediate_size=96,
-        num_hidden_layers=2,
-        num_attention_heads=num_heads,
-        num_key_value_heads=2,
-        max_position_embeddings=512,
-        tie_word_embeddings=False,
-        bos_token_id=0,
-        eos_token_id=1,
-        initializer_range=0.3,
-    )
-    LlamaForCausalLM(config).to(torch.float32).save_pretrained(directory)
+    options: dict[str, Any] = {
+        "model_type": "llama",
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 512,
+        "tie_word_embeddings": False,
+        "bos_token_id": 0,
+        "eos_token_id": 1,
+        "initializer_range": 0.3,
+        **sizes,
+    }
+    config = AutoConfig.for_model(**options)
+    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(directory)
 
 
 def main() -> None:
-    """Write to the directory given, with the seed and the number of heads given."""
+    """Write to the directory given, with the seed, number of heads and further options given."""
     directory, seed, num_heads = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
     directory.mkdir(parents=True)
-    write_model(directory, write_tokenizer(directory), seed, num_heads)
+    sizes = {
+        "vocab_size": write_tokenizer(directory),
+        "hidden_size": 16 * num_heads,
+        "num_attention_heads": num_heads,
+        **json.loads(sys.argv[4]),
+    }
+    write_model(directory, seed, sizes)
 
 
 if __name__ == "__main__":

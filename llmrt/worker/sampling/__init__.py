@@ -6,10 +6,11 @@
     edits.py                     1. allowed_token_ids  2. bad_words  3. min_tokens  4. logit_bias
     processors.py                5. logits_processors, in their order
     penalties.py                 6. repetition, then frequency, then presence
+    grammars.py                  7. structured_output: nothing before it brings a token back
         │
         ▼
     choice.py                    greedy rows end here, with the most likely token
-                                 7. temperature  8. min_p  9. top_k  10. top_p
+                                 8. temperature  9. min_p  10. top_k  11. top_p
     random_numbers.py            the token at which the cumulated probability passes a number
 
 A row's result depends on its own logits, parameters and tokens alone: not on its neighbours, on its

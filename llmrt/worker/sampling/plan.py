@@ -11,6 +11,7 @@ import torch
 
 from llmrt.errors import RankFailure
 from llmrt.sampling import SamplingParams
+from llmrt.worker.sampling.grammars import GrammarState
 from llmrt.worker.sampling.penalties import TokenCounts, has_penalties
 from llmrt.worker.sampling.processors import Processor, load_processors
 from llmrt.worker.sampling.random_numbers import uniform
@@ -20,11 +21,15 @@ from llmrt.worker.sequence import SequenceState
 class SamplingPlan:
     """Belongs to one SequenceState; ids outside the vocabulary are left out of it."""
 
-    def __init__(self, sequence: SequenceState, vocab_size: int) -> None:
+    def __init__(
+        self, sequence: SequenceState, vocab_size: int, grammar: GrammarState | None = None
+    ) -> None:
         params = sequence.spec.params
         bias = {i: b for i, b in (params.logit_bias or {}).items() if 0 <= i < vocab_size}
         ends = (*sequence.spec.eos_token_ids, *(params.stop_token_ids or ()))
         self.sequence = sequence
+        self.grammar = grammar
+        """The form of the answer; None where it is free."""
         allowed = params.allowed_token_ids
         self.allowed_N = None if allowed is None else _ids(allowed, vocab_size)
         """None where every token is allowed."""
@@ -67,6 +72,7 @@ class SamplingPlan:
             or len(self.bias_ids_N) > 0
             or self.counts is not None
             or bool(self.processors)
+            or self.grammar is not None
         )
 
     def next_uniform(self) -> float:
