@@ -144,6 +144,7 @@ class Session:
         self._inbox: deque[Generation | RemoteCall | Errand[Any]] = deque()
         self._aborts: deque[str] = deque()
         self._close_asked = False
+        self._is_exiting = False
         self._close_deadline: float | None = None
         self._generations: dict[str, Generation] = {}
         self._calls: deque[RemoteCall | Errand[Any]] = deque()
@@ -213,6 +214,14 @@ class Session:
         """Begin to close. Takes no lock and does not wait: finalizers call it."""
         self._close_asked = True
         self.group.interrupt()
+
+    def begin_exit(self) -> None:
+        """Begin to close because the process ends.
+
+        Whoever still waits is a daemon thread: an error there would be noise in the last moment.
+        """
+        self._is_exiting = True
+        self.ask_to_close()
 
     @staticmethod
     def drop(reference: weakref.ref[Session]) -> None:
@@ -478,7 +487,7 @@ class Session:
             self.state = SessionState.CLOSED
         self._ended.set()
         self._fail_inbox()
-        if not self.started.done():
+        if not self.started.done() and not self._is_exiting:
             self.started.set_exception(error.for_one_caller())
 
     def _time_to_close(self) -> float:
@@ -506,6 +515,8 @@ class Session:
 
     def _fail(self, message: Generation | RemoteCall | Errand[Any]) -> None:
         """End one caller's wait; what its callbacks raise must not keep it from the others."""
+        if self._is_exiting:
+            return
         with contextlib.suppress(BaseException):
             if isinstance(message, Generation):
                 message.fail(self._set_error().for_one_caller())
