@@ -190,7 +190,7 @@ def main() -> None:
     options = parser.parse_args()
     Engine(options.model, tp=options.tp, progress=False).open().close()  # the disk cache is warm
     runs = [measure(options.model, options.tp) for _ in range(options.repeat)]
-    medians = {name: round(statistics.median(run[name] for run in runs), 3) for name in runs[0]}
+    medians = {name: round(statistics.median(run[name] for run in runs), 4) for name in runs[0]}
     print(json.dumps({"model": options.model, "tp": options.tp, **medians}), flush=True)
 
 
