@@ -42,6 +42,7 @@ from llmrt.errors import (
     WorkerFailedError,
 )
 from llmrt.generation import Generation
+from llmrt.interruption import INTERRUPTIONS
 from llmrt.launch_plan import LaunchPlan
 from llmrt.messages import (
     AllocateCache,
@@ -233,20 +234,21 @@ class Session:
     def close(self, timeout: float) -> CloseReport | None:
         """Stop everything within *timeout* seconds and return how the workers ended.
 
-        Ctrl-C moves the deadline to now; KeyboardInterrupt is raised when all are gone.
+        Ctrl-C, or a `sys.exit()` in a signal handler, moves the deadline to now; it is raised when
+        all are gone.
 
         Raises:
             LlmrtError: a callback keeps the session's thread, which alone can end it in order; or
                 the caller is that callback. The workers are killed.
         """
-        interrupted = False
+        interruption: BaseException | None = None
         while not self._ended.is_set():
             try:
                 self._wait_for_end(timeout)
-            except KeyboardInterrupt:
-                interrupted, timeout = True, 0.0
-        if interrupted:
-            raise KeyboardInterrupt
+            except INTERRUPTIONS as error:
+                interruption, timeout = error, 0.0
+        if interruption is not None:
+            raise interruption
         if self._close_error is not None:
             raise self._close_error
         return self.report
