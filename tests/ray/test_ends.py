@@ -61,15 +61,16 @@ def test_the_end_of_the_cluster_is_the_end_of_the_engine_in_time(make_driver: Ma
         ray_worker._global_node.kill_all_processes(check_alive=False, allow_graceful=False)
         try:
             group.wait(call, 30)
-        except WorkerDiedError:
-            died_after = time.monotonic() - started_at
+        except WorkerDiedError as error:
+            died_after, message = time.monotonic() - started_at, str(error)
         group.close()
-        return died_after, time.monotonic() - started_at, pids
+        return died_after, time.monotonic() - started_at, pids, message
 
     driver = make_driver()
     driver.init(num_cpus=2)
-    died_after, closed_after, pids = driver.run(scenario)
+    died_after, closed_after, pids, message = driver.run(scenario)
     assert died_after < 10
+    assert "raylet" in message or "Ray says" in message
     assert closed_after < 45
     assert wait_until_gone(pids, 10) < 5
     driver.process.send_signal(signal.SIGKILL)  # Ray would wait for its cluster

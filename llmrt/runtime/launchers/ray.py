@@ -46,7 +46,7 @@ from llmrt.runtime.ray_crew import Crew, RayRequest, launch_failure
 from llmrt.runtime.ray_inbox import ActorLost, ActorPlaced, Inbox, News
 from llmrt.runtime.start_method import StartMethod
 
-_RELEASE_SECONDS = 20.0
+_RELEASE_SECONDS = 15.0
 _METHOD = StartMethod(name="spawn", reason="Ray starts a process for every rank on its node.")
 
 
