@@ -18,6 +18,7 @@ from llmrt.config import DEFAULT_BLOCK_SIZE, DTypeName, EngineConfig, Timeouts
 from llmrt.errors import RemoteCallError
 from llmrt.generation import Generation, GenerationFuture
 from llmrt.intake import Message, Prompt
+from llmrt.interruption import INTERRUPTIONS
 from llmrt.lifecycle import EngineState, Lifecycle
 from llmrt.messages import CallFunction, FunctionRaised, FunctionReturned
 from llmrt.new_weights import WeightsSource, WeightsUpdate
@@ -172,7 +173,7 @@ class Engine:
     def __enter__(self) -> Self:
         try:
             return self.open()
-        except KeyboardInterrupt:
+        except INTERRUPTIONS:
             self.close()  # Ctrl-C may have come when the engine had just opened
             raise
 
@@ -180,7 +181,7 @@ class Engine:
         try:
             if not self._life.is_foreign:  # or a fork of the owner leaves the block
                 self.close()
-        except KeyboardInterrupt:
+        except INTERRUPTIONS:
             self.close(0.0)
             raise
 

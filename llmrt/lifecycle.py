@@ -18,6 +18,7 @@ from llmrt.checkpoint.resolve import resolve
 from llmrt.config import EngineConfig
 from llmrt.display.progress import Progress
 from llmrt.errors import EngineNotOpenError, LlmrtError
+from llmrt.interruption import INTERRUPTIONS
 from llmrt.launch_plan import make_launch_plan
 from llmrt.opened import Opened
 from llmrt.outputs import CloseReport
@@ -115,7 +116,7 @@ class Lifecycle:
         self._is_opening = False  # which it is not for long, or was not for a Ctrl-C in `open()`
         try:
             return self._end_session(self._options.timeouts.close if timeout is None else timeout)
-        except KeyboardInterrupt:
+        except INTERRUPTIONS:
             self._end_session(0.0)
             raise
 

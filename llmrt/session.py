@@ -42,6 +42,7 @@ from llmrt.errors import (
     WorkerFailedError,
 )
 from llmrt.generation import Generation
+from llmrt.interruption import INTERRUPTIONS
 from llmrt.launch_plan import LaunchPlan
 from llmrt.messages import (
     AllocateCache,
@@ -144,6 +145,7 @@ class Session:
         self._inbox: deque[Generation | RemoteCall | Errand[Any]] = deque()
         self._aborts: deque[str] = deque()
         self._close_asked = False
+        self._is_exiting = False
         self._close_deadline: float | None = None
         self._generations: dict[str, Generation] = {}
         self._calls: deque[RemoteCall | Errand[Any]] = deque()
@@ -214,6 +216,14 @@ class Session:
         self._close_asked = True
         self.group.interrupt()
 
+    def begin_exit(self) -> None:
+        """Begin to close because the process ends.
+
+        Whoever still waits is a daemon thread: an error there would be noise in the last moment.
+        """
+        self._is_exiting = True
+        self.ask_to_close()
+
     @staticmethod
     def drop(reference: weakref.ref[Session]) -> None:
         """Close a session whose engine was collected; a forked copy of it is left alone."""
@@ -224,20 +234,21 @@ class Session:
     def close(self, timeout: float) -> CloseReport | None:
         """Stop everything within *timeout* seconds and return how the workers ended.
 
-        Ctrl-C moves the deadline to now; KeyboardInterrupt is raised when all are gone.
+        Ctrl-C, or a `sys.exit()` in a signal handler, moves the deadline to now; it is raised when
+        all are gone.
 
         Raises:
             LlmrtError: a callback keeps the session's thread, which alone can end it in order; or
                 the caller is that callback. The workers are killed.
         """
-        interrupted = False
+        interruption: BaseException | None = None
         while not self._ended.is_set():
             try:
                 self._wait_for_end(timeout)
-            except KeyboardInterrupt:
-                interrupted, timeout = True, 0.0
-        if interrupted:
-            raise KeyboardInterrupt
+            except INTERRUPTIONS as error:
+                interruption, timeout = error, 0.0
+        if interruption is not None:
+            raise interruption
         if self._close_error is not None:
             raise self._close_error
         return self.report
@@ -478,7 +489,7 @@ class Session:
             self.state = SessionState.CLOSED
         self._ended.set()
         self._fail_inbox()
-        if not self.started.done():
+        if not self.started.done() and not self._is_exiting:
             self.started.set_exception(error.for_one_caller())
 
     def _time_to_close(self) -> float:
@@ -506,6 +517,8 @@ class Session:
 
     def _fail(self, message: Generation | RemoteCall | Errand[Any]) -> None:
         """End one caller's wait; what its callbacks raise must not keep it from the others."""
+        if self._is_exiting:
+            return
         with contextlib.suppress(BaseException):
             if isinstance(message, Generation):
                 message.fail(self._set_error().for_one_caller())

@@ -14,6 +14,7 @@ import weakref
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass, field
 
+from llmrt.interruption import INTERRUPTIONS
 from llmrt.outputs import FinishReason, Increment, Logprob
 from llmrt.ownership import check_owner
 
@@ -132,7 +133,7 @@ class Stream(Iterator[Increment]):
         try:
             while (increment := self._take()) is None:
                 self._news.wait()
-        except KeyboardInterrupt:  # whoever keeps its traceback would keep the request running
+        except INTERRUPTIONS:  # whoever keeps its traceback would keep the request running
             self._reading.abort()
             raise
         return increment

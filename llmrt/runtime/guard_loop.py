@@ -30,7 +30,7 @@ from llmrt.runtime.events import (
 )
 from llmrt.runtime.line_buffer import decode
 from llmrt.runtime.rank_launch import LaunchError, RankLauncher
-from llmrt.runtime.rank_process import OutputPipe, RankProcess
+from llmrt.runtime.rank_process import OutputPipe, RankProcess, ReadEnd
 from llmrt.runtime.shared_memory import AbortWord
 from llmrt.runtime.signals import STACK_DUMP_SIGNAL
 
@@ -230,11 +230,9 @@ class Guard:
         self._selector.modify(self._control, wanted, self._on_command)
 
     def _read_output(self, output: OutputPipe) -> None:
-        fd = output.end.fileno()
         may_forward = self._control.num_unsent_bytes < _MAX_UNSENT_BYTES
         lines = output.read(may_forward=may_forward)
-        if not output.end.is_open:
-            self._selector.unregister(fd)
+        self._forget_if_closed(output.end)
         if lines is not None:
             self._tell(lines)
 
@@ -242,8 +240,13 @@ class Guard:
         data = process.stacks.read()
         if data:
             self._tell(Stacks(rank=process.rank, text=decode(data)))
-        elif not process.stacks.is_open:
-            self._selector.unregister(process.stacks.fileno())
+        self._forget_if_closed(process.stacks)
+
+    def _forget_if_closed(self, end: ReadEnd) -> None:
+        if not end.is_open:
+            # It may have been forgotten earlier in the same turn: when its process was buried.
+            with contextlib.suppress(KeyError):
+                self._selector.unregister(end.fileno())
 
     def _reap(self) -> None:
         """Reap every child that has ended, adopted ones too."""
@@ -256,11 +259,9 @@ class Guard:
     def _bury(self, process: RankProcess, exit_code: int) -> None:
         process.has_ended = True
         for output in (process.stdout, process.stderr):
-            fd, was_open = output.end.fileno(), output.end.is_open
             for lines in output.read_rest():
                 self._tell(lines)
-            if was_open and not output.end.is_open:
-                self._selector.unregister(fd)
+            self._forget_if_closed(output.end)
         self._tell(
             RankExited(
                 rank=process.rank,

@@ -19,8 +19,8 @@ class Closeable(Protocol):
 
     owner_pid: int
 
-    def ask_to_close(self) -> None:
-        """Begin to close, without waiting."""
+    def begin_exit(self) -> None:
+        """Begin to close, without waiting, and without a word to those who wait for answers."""
         ...
 
     def close(self, timeout: float) -> object:
@@ -42,7 +42,7 @@ def track(session: Closeable) -> None:
 def _close_all() -> None:
     own = [session for session in list(_live) if session.owner_pid == os.getpid()]
     for session in own:
-        session.ask_to_close()
+        session.begin_exit()
     for session in own:
         with contextlib.suppress(Exception):  # nobody is there any more to be told
             session.close(CLOSE_AT_EXIT_SECONDS)

@@ -18,6 +18,9 @@ USES = {
     "restart": "llm.restart()",
 }
 
+UNWARNED = "import warnings; warnings.simplefilter('ignore', DeprecationWarning)"
+"""Since 3.12 Python warns of forks of processes with threads, and is right."""
+
 FORKED = """
 llm = Engine(MODEL, tp=2).open()
 expected = llm.generate("a", SHORT)[0].token_ids
@@ -46,14 +49,15 @@ llm.close()
 
 
 def test_a_fork_gets_a_clear_error_and_harms_nothing(start_program: StartProgram) -> None:
-    program = start_program(FORKED.format(uses=USES))
+    program = start_program(FORKED.format(uses=USES), before=UNWARNED)
     assert program.finish() == ""
     assert program.facts == dict.fromkeys((*USES, "is_healthy"), 5)
     assert program.process.returncode == 0
 
 
 def test_a_fork_that_leaves_the_block_ends_as_it_wants(start_program: StartProgram) -> None:
-    program = start_program("""
+    program = start_program(
+        """
         import gc
         with Engine(MODEL, tp=2) as llm:
             stream = llm.stream("a", LONG)
@@ -64,13 +68,16 @@ def test_a_fork_that_leaves_the_block_ends_as_it_wants(start_program: StartProgr
                 sys.exit(5)
             _, status = os.waitpid(pid, 0)
             say(child=os.waitstatus_to_exitcode(status), answer=len(list(stream)) > 0)
-    """)
+    """,
+        before=UNWARNED,
+    )
     assert program.finish() == ""
     assert program.facts == {"child": 5, "answer": True}
 
 
 def test_a_fork_opens_an_engine_of_its_own(start_program: StartProgram) -> None:
-    program = start_program("""
+    program = start_program(
+        """
         with Engine(MODEL, tp=2) as llm:
             expected = llm.generate("a", SHORT)[0].token_ids
             pid = os.fork()
@@ -80,7 +87,9 @@ def test_a_fork_opens_an_engine_of_its_own(start_program: StartProgram) -> None:
                 sys.exit(5)
             _, status = os.waitpid(pid, 0)
             say(child=os.waitstatus_to_exitcode(status), healthy=llm.is_healthy())
-    """)
+    """,
+        before=UNWARNED,
+    )
     assert program.finish() == ""
     assert program.facts == {"own": True, "child": 5, "healthy": True}
 
