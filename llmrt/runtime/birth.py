@@ -35,7 +35,7 @@ def spawn_guard(
     return os.posix_spawn(
         command[0],
         command,
-        {**library_settings({**os.environ, **env}), **os.environ, **env},
+        {**os.environ, **env, **library_settings({**os.environ, **env})},
         file_actions=actions,
         setsid=True,  # out of reach of the terminal's signals from the first moment
         setsigmask=[signal.SIGINT],

@@ -20,3 +20,11 @@ def test_a_user_who_chose_a_wait_policy_gets_another(name: str) -> None:
 def test_a_user_who_set_up_the_allocator_gets_another(name: str) -> None:
     assert name in library_settings({})
     assert name not in library_settings({name: "1"})
+
+
+def test_huge_pages_are_asked_for_beside_the_users_tunables() -> None:
+    mine = "glibc.malloc.check=3"
+    assert library_settings({})["GLIBC_TUNABLES"] == "glibc.malloc.hugetlb=1"
+    both = library_settings({"GLIBC_TUNABLES": mine})["GLIBC_TUNABLES"]
+    assert both == f"{mine}:glibc.malloc.hugetlb=1"
+    assert "GLIBC_TUNABLES" not in library_settings({"GLIBC_TUNABLES": "glibc.malloc.hugetlb=0"})
