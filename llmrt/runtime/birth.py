@@ -13,6 +13,7 @@ import warnings
 from collections.abc import Generator, Mapping
 
 from llmrt.runtime import command_line, descriptors, guard, openmp
+from llmrt.runtime.library_settings import library_settings
 
 
 def spawn_guard(
@@ -34,7 +35,7 @@ def spawn_guard(
     return os.posix_spawn(
         command[0],
         command,
-        {**os.environ, **env},
+        {**os.environ, **env, **library_settings({**os.environ, **env})},
         file_actions=actions,
         setsid=True,  # out of reach of the terminal's signals from the first moment
         setsigmask=[signal.SIGINT],

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks import peers
 from llmrt.bench.workloads import Workload, read_workloads, select_workloads
 from llmrt.cli import main
 from llmrt.errors import ConfigError
@@ -50,11 +51,18 @@ def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[FakeEngine
     return made[0], capsys.readouterr().out.splitlines()
 
 
-def test_the_prompts_differ_from_those_of_the_systems_we_compare_with() -> None:
+def test_the_prompts_change_from_one_version_to_the_next() -> None:
     (prompt, num_output), *_ = read_workloads()["decode_b1"].prompts(salt=3)
     assert num_output == 128
     assert len(prompt) == 16
     assert prompt[:3] == [(3 * 32_452_843 + j * 104_729 + 1) % 40_000 + 100 for j in range(3)]
+
+
+@pytest.mark.parametrize("name", read_workloads())
+def test_the_other_systems_are_given_other_prompts(name: str) -> None:
+    spec = json.loads(peers.TABLE.read_text())[name]
+    prompts, outputs = peers.prompts_of(spec, salt=3)
+    assert list(zip(prompts, outputs, strict=True)) == read_workloads()[name].prompts(salt=3)
 
 
 def test_prompts_of_one_salt_share_exactly_their_prefix() -> None:

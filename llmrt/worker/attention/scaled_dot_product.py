@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-LEAST_SCORES = 1024
+LEAST_SCORES = 4096
 """Below so many (R · S for all heads and sequences) a call costs more than its arithmetic."""
 
 
