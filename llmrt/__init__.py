@@ -10,7 +10,7 @@ from llmrt.version import __version__
 if TYPE_CHECKING:
     from llmrt.async_engine import AsyncEngine
     from llmrt.config import Timeouts
-    from llmrt.engine import Engine, EngineState
+    from llmrt.engine import Engine
     from llmrt.errors import (
         ConfigError,
         EngineAsleepError,
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
         WorkerFailedError,
         WorkerHungError,
     )
+    from llmrt.lifecycle import EngineState
     from llmrt.outputs import (
         CloseReport,
         CompletionOutput,
@@ -43,7 +44,7 @@ if TYPE_CHECKING:
 _HOME = {
     "llmrt.async_engine": ("AsyncEngine",),
     "llmrt.config": ("Timeouts",),
-    "llmrt.engine": ("Engine", "EngineState"),
+    "llmrt.engine": ("Engine",),
     "llmrt.errors": (
         "ConfigError",
         "EngineAsleepError",
@@ -59,6 +60,7 @@ _HOME = {
         "WorkerFailedError",
         "WorkerHungError",
     ),
+    "llmrt.lifecycle": ("EngineState",),
     "llmrt.outputs": (
         "CloseReport",
         "CompletionOutput",

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from typing_extensions import Self
 
-from llmrt.engine import Engine, EngineState, results_of_call, scores_of
+from llmrt.engine import Engine, results_of_call, scores_of
 from llmrt.intake import Message, Prompt
+from llmrt.lifecycle import EngineState
 from llmrt.new_weights import WeightsSource
 from llmrt.outputs import (
     CloseReport,
@@ -30,6 +31,7 @@ from llmrt.upkeep import Upkeep
 if TYPE_CHECKING:
     import os
 
+    from llmrt.backend_choice import Backend
     from llmrt.runtime.start_method import StartMethod
 
 Result = TypeVar("Result")
@@ -53,7 +55,11 @@ class AsyncEngine:
 
     async def open(self) -> Self:
         """Start the workers and load the model; raises as `Engine.open` does."""
-        await _in_thread(self._engine.open, on_cancel=self._engine.cancel_open)
+        try:
+            await _in_thread(self._engine.open, on_cancel=self._engine.cancel_open)
+        except asyncio.CancelledError:
+            await self.close()  # the cancellation may have come when it had just opened
+            raise
         return self
 
     async def close(self, timeout: float | None = None) -> CloseReport:
@@ -210,6 +216,11 @@ class AsyncEngine:
     def start_method(self) -> StartMethod:
         """How the guard was started, and why."""
         return self._engine.start_method
+
+    @property
+    def backend(self) -> Backend:
+        """Where the workers run, and why."""
+        return self._engine.backend
 
     @property
     def timeline(self) -> tuple[TimelineEntry, ...]:

@@ -126,6 +126,8 @@ class Rendezvous:
     port: int
     listen_fd: int | None
     """The listening socket itself, on rank 0 only."""
+    own_host: str | None = None
+    """This rank's address on the network of the group; None where the route to `host` tells."""
 
 
 class ReportProgress(Protocol):
@@ -145,6 +147,8 @@ class WorkerContext:
     report: ReportProgress
     shared_memory_fd: int | None = None
     """A memory file that all ranks of this host map; its first 4096 bytes belong to the runtime."""
+    device_index: int | None = None
+    """Which of the devices that this process may use is this rank's; None: its rank says."""
     rendezvous: Rendezvous | None = None
     is_aborted: Callable[[], bool] = lambda: False
     """Whether a rank has died: polled by whoever waits for a peer."""

@@ -7,32 +7,20 @@ ends. A closed engine can be opened again.
 from __future__ import annotations
 
 import os
-import threading
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from enum import Enum
 from typing import TYPE_CHECKING, Any, Literal
 
 from typing_extensions import Self
 
 from llmrt.by_value import dumps_call, loads_reply
-from llmrt.checkpoint.resolve import resolve
 from llmrt.config import DEFAULT_BLOCK_SIZE, DTypeName, EngineConfig, Timeouts
-from llmrt.display.progress import Progress
-from llmrt.errors import (
-    EngineClosedError,
-    EngineNotOpenError,
-    EngineStartError,
-    LlmrtError,
-    RemoteCallError,
-)
+from llmrt.errors import RemoteCallError
 from llmrt.generation import Generation, GenerationFuture
 from llmrt.intake import Message, Prompt
-from llmrt.launch_plan import make_launch_plan
+from llmrt.lifecycle import EngineState, Lifecycle
 from llmrt.messages import CallFunction, FunctionRaised, FunctionReturned
 from llmrt.new_weights import WeightsSource, WeightsUpdate
-from llmrt.opened import Opened
 from llmrt.options import reject_unknown_options
 from llmrt.outputs import (
     CloseReport,
@@ -42,33 +30,15 @@ from llmrt.outputs import (
     TimelineEntry,
     WorkerInfo,
 )
-from llmrt.runtime.live_sessions import track
 from llmrt.sampling import SamplingParams
-from llmrt.session import RemoteCall, Session, SessionState
+from llmrt.session import RemoteCall
 from llmrt.streams import Stream, StreamBuffer
 from llmrt.tokenizer import Tokenizer
 from llmrt.upkeep import Upkeep
-from llmrt.worker_output import forward_output
 
 if TYPE_CHECKING:
+    from llmrt.backend_choice import Backend
     from llmrt.runtime.start_method import StartMethod
-
-
-class EngineState(Enum):
-    """Where an engine is in its life."""
-
-    NEW = "new"
-    """Never opened."""
-    STARTING = "starting"
-    """Its workers come up."""
-    RUNNING = "running"
-    """It serves requests."""
-    CLOSING = "closing"
-    """Its workers are being stopped."""
-    CLOSED = "closed"
-    """Closed; it may be opened again."""
-    DEAD = "dead"
-    """It broke; it may be opened again."""
 
 
 class Engine:
@@ -81,8 +51,8 @@ class Engine:
         model: A directory or GGUF file, a Hub id, or None for the small default model
             (SmolLM2-135M-Instruct).
         tp: Number of ranks the model is split over (tensor parallelism).
-        backend: `auto`, `mp` (worker processes on this machine), `inprocess` (no worker process,
-            for debugging), or a Launcher.
+        backend: `auto`, `mp` (worker processes on this machine), `ray` (on a Ray cluster),
+            `inprocess` (no worker process, for debugging), or a Launcher.
         device: `auto`, `cpu` or `cuda`.
         dtype: `auto` (as the checkpoint is stored), `float32`, `bfloat16` or `float16`.
         start_method: `auto`, `fork` or `spawn`: how the process that owns the workers is born.
@@ -96,7 +66,8 @@ class Engine:
         quantization: Reserved.
         num_threads: Native threads per rank on a CPU; None is its share of the cores.
         seed: Of the requests that have none of their own.
-        placement_group: A Ray placement group, for `backend="ray"`.
+        placement_group: A Ray placement group for the workers; with none, the one that this
+            process runs in, or a new one.
         timeouts: Every limit on waiting.
         progress: Show progress on stderr: True, False, or `auto` (in a terminal or notebook).
         env: Environment variables for the workers, beside those they inherit.
@@ -132,7 +103,7 @@ class Engine:
         **unknown: Any,
     ) -> None:
         reject_unknown_options(unknown)
-        self._options = EngineConfig(
+        options = EngineConfig(
             model=None if model is None else os.fspath(model),
             tp=tp,
             backend=backend,
@@ -154,53 +125,43 @@ class Engine:
             progress=progress,
             env=None if env is None else dict(env),
         )
-        self._lifecycle = threading.RLock()
-        self._session: Session | None = None
-        self._open_cancelled = False
-        self._opened: Opened | None = None
-        self._finalizer: weakref.finalize[..., Engine] | None = None
+        self._life = Lifecycle(options)
 
     # ---- life ----
 
     def open(self) -> Self:
         """Start the workers and load the model; return the engine.
 
+        An engine that is closing, or that broke and is being cleared away, is waited for.
+
         Raises:
             ConfigError: model, options and machine do not go together; nothing was started.
             EngineStartError: the workers did not come up; nothing is left running.
+            EngineClosedError: another thread closed the engine meanwhile; nothing is left running.
             LlmrtError: the engine is open already.
         """
-        self._check_owner()
-        with self._lifecycle:
-            if self.state in (EngineState.STARTING, EngineState.RUNNING):
-                raise LlmrtError("the engine is open already; close it before opening it again.")
-            self._start()
+        self._life.open()
         return self
 
     def close(self, timeout: float | None = None) -> CloseReport:
         """Stop every worker and return how each ended; everything is gone when it returns.
 
-        May be called twice, from any thread, and on an engine that broke.
+        May be called twice, from any thread, on an engine that broke, and on one that another
+        thread is opening: its `open()` then raises EngineClosedError. On Ctrl-C the workers are
+        killed at once, and KeyboardInterrupt is raised when they are gone.
 
         Args:
             timeout: Seconds until what still runs is killed; None is `timeouts.close`.
+
+        Raises:
+            LlmrtError: it was called from a callback on the engine's own thread, for which it
+                would have to wait: the engine closes when the callback has returned.
         """
-        session = self._session
-        if session is None:
-            return CloseReport(workers=(), seconds=0.0)
-        self._check_owner()
-        if session.is_own_thread:
-            raise LlmrtError("close() was called from a callback of this engine's own thread.")
-        report = session.close(self._options.timeouts.close if timeout is None else timeout)
-        if self._finalizer is not None:
-            self._finalizer.detach()
-        return report or CloseReport(workers=(), seconds=0.0)
+        return self._life.close(timeout)
 
     def cancel_open(self) -> None:
-        """Make an `open()` that runs in another thread give up; it raises EngineStartError."""
-        self._open_cancelled = True
-        if self._session is not None and self.state is EngineState.STARTING:
-            self._session.ask_to_close()
+        """Make an `open()` in another thread give up, without waiting; it raises."""
+        self._life.cancel_open()
 
     def restart(self) -> Self:
         """Close, then open: a fresh engine in the same object."""
@@ -208,17 +169,25 @@ class Engine:
         return self.open()
 
     def __enter__(self) -> Self:
-        return self.open()
+        try:
+            return self.open()
+        except KeyboardInterrupt:
+            self.close()  # Ctrl-C may have come when the engine had just opened
+            raise
 
     def __exit__(self, *_: object) -> None:
-        self.close()
+        if self._life.is_foreign:  # a fork of the owner leaves the block: not its engine
+            return
+        try:
+            self.close()
+        except KeyboardInterrupt:
+            self.close(0.0)
+            raise
 
     @property
     def state(self) -> EngineState:
         """Where the engine is in its life."""
-        if self._session is None:
-            return EngineState.NEW
-        return EngineState(self._session.state.value)
+        return self._life.state
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -227,16 +196,16 @@ class Engine:
         Raises:
             EngineNotOpenError: the engine is not open.
         """
-        return self._require_open().tokenizer
+        return self._life.require_opened().tokenizer
 
     @property
     def max_model_len(self) -> int:
         """Most tokens of a sequence, prompt and output together."""
-        return self._require_open().plan.max_model_len
+        return self._life.require_opened().plan.max_model_len
 
     def is_healthy(self) -> bool:
-        """Return whether the engine is open and all its workers live."""
-        return self.state is EngineState.RUNNING
+        """Return whether the engine is open, all its workers live, and this process owns it."""
+        return self._life.is_healthy
 
     # ---- generation ----
 
@@ -293,7 +262,7 @@ class Engine:
         priority: int = 0,
     ) -> GenerationFuture:
         """Queue one prompt and return a future of its RequestOutput; `cancel()` aborts it."""
-        opened = self._require_open()
+        opened = self._life.require_opened()
         generation = opened.prompt(prompt, params, priority, request_id=request_id)
         return opened.send(generation).future
 
@@ -335,7 +304,7 @@ class Engine:
     @property
     def default_params(self) -> SamplingParams:
         """What a request without parameters gets: generation_config.json's, or vLLM's, defaults."""
-        return self._require_open().limits.default_params
+        return self._life.require_opened().limits.default_params
 
     # ---- workers ----
 
@@ -389,7 +358,7 @@ class Engine:
     @property
     def is_asleep(self) -> bool:
         """Whether it is between `sleep()` and `wake()`."""
-        upkeep = self._require_open().session.upkeep
+        upkeep = self._life.require_opened().session.upkeep
         return upkeep is not None and upkeep.is_asleep
 
     def update_weights(self, source: WeightsSource) -> None:
@@ -410,21 +379,28 @@ class Engine:
     @property
     def workers(self) -> tuple[WorkerInfo, ...]:
         """The worker processes, by rank; empty before the engine is opened."""
-        return () if self._session is None else self._session.workers
+        session = self._life.session
+        return () if session is None else session.workers
 
     @property
     def start_method(self) -> StartMethod:
         """How the guard was started, and why."""
-        return self._require_session().group.start_method
+        return self._life.require_session().group.start_method
+
+    @property
+    def backend(self) -> Backend:
+        """Where the workers run (`.name`), and why (`.reason`)."""
+        return self._life.require_session().backend
 
     @property
     def timeline(self) -> tuple[TimelineEntry, ...]:
         """What happened, when, while the engine started."""
-        return () if self._session is None else tuple(self._session.timeline)
+        session = self._life.session
+        return () if session is None else tuple(session.timeline)
 
     def stats(self) -> EngineStats:
         """Return a snapshot of what the engine is doing."""
-        session = self._require_open().session
+        session = self._life.require_opened().session
         assert session.scheduler is not None
         return session.scheduler.stats()
 
@@ -438,8 +414,8 @@ class Engine:
         priority: int,
     ) -> list[GenerationFuture]:
         """Check every prompt, then queue them all; return their futures in order."""
-        opened = self._require_open()
-        return [opened.send(g).future for g in opened.prompts(prompts, params, priority)]
+        opened = self._life.require_opened()
+        return opened.send_all(opened.prompts(prompts, params, priority))
 
     def submit_chats(
         self,
@@ -449,9 +425,8 @@ class Engine:
         template_options: Mapping[str, Any],
     ) -> list[GenerationFuture]:
         """Check every conversation, then queue them all; return their futures in order."""
-        opened = self._require_open()
-        chats = opened.chats(messages, params, priority, template_options)
-        return [opened.send(g).future for g in chats]
+        opened = self._life.require_opened()
+        return opened.send_all(opened.chats(messages, params, priority, template_options))
 
     def begin_stream(
         self,
@@ -461,7 +436,7 @@ class Engine:
         template_options: Mapping[str, Any],
     ) -> tuple[StreamBuffer, Callable[[], None]]:
         """Queue one request; return where its increments arrive and what aborts it."""
-        opened = self._require_open()
+        opened = self._life.require_opened()
         generation = opened.streamed(prompt, params, priority, template_options)
         assert generation.buffer is not None
         opened.send(generation)
@@ -474,7 +449,7 @@ class Engine:
         priority: int,
     ) -> list[Generation]:
         """Check every continuation, then queue them all."""
-        opened = self._require_open()
+        opened = self._life.require_opened()
         return [opened.send(g) for g in opened.scores(prompts, continuations, priority)]
 
     def begin_call(
@@ -486,46 +461,23 @@ class Engine:
         on_model: bool = False,
     ) -> RemoteCall:
         """Queue a function to run on every worker."""
-        session = self._require_open().session
+        session = self._life.require_opened().session
         payload = dumps_call(fn, args, kwargs)
         return session.call(CallFunction(payload=payload, on_model=on_model))
 
     def begin_upkeep(self, work: Callable[[Upkeep], None]) -> Future[None]:
         """Queue something to do to the engine between two steps."""
-        return self._require_open().session.run(work)
+        return self._life.require_opened().session.run(work)
 
     def begin_weights_update(self, source: WeightsSource) -> WeightsUpdate:
         """Return what sends new weights; its `run` blocks."""
-        return self._require_open().weights_update(source)
+        return self._life.require_opened().weights_update(source)
 
     def abandon_call(self, call: RemoteCall) -> None:
         """Say that nobody waits for this call any more."""
-        self._require_session().abandon(call)
+        self._life.require_session().abandon(call)
 
     # ---- within ----
-
-    def _start(self) -> None:
-        options = self._options
-        self._open_cancelled = False
-        progress = Progress(options.progress)
-        with progress:
-            checkpoint = resolve(options.model, progress=progress)
-            plan = make_launch_plan(options, checkpoint)
-            if self._open_cancelled:
-                raise EngineStartError("the opening was cancelled; nothing was started.")
-            session = Session(plan, on_phase=progress.show, on_output=forward_output)
-            self._session = session
-            session.start()
-            try:
-                tokenizer = Tokenizer.from_checkpoint(checkpoint)
-                session.started.result()
-            except BaseException:
-                session.close(0.0)
-                raise
-        self._opened = Opened(session, plan, tokenizer, checkpoint.generation_config)
-        self._finalizer = weakref.finalize(self, Session.drop, session)
-        self._finalizer.atexit = False
-        track(session)
 
     def _wait_for_call(self, call: RemoteCall, timeout: float | None) -> list[Any]:
         try:
@@ -535,36 +487,6 @@ class Engine:
         except BaseException:
             self.abandon_call(call)
             raise
-
-    def _require_session(self) -> Session:
-        if self._session is None:
-            raise EngineNotOpenError(
-                "the engine is not open: use `with Engine(...) as llm:` or call `.open()`."
-            )
-        self._check_owner()
-        return self._session
-
-    def _require_open(self) -> Opened:
-        session = self._require_session()
-        if session.is_own_thread:
-            raise LlmrtError(
-                "an engine was called from a callback on its own thread, which would wait for "
-                "itself: hand the work to another thread."
-            )
-        if session.error is not None:
-            raise session.error.with_traceback(None)
-        if session.state is not SessionState.RUNNING or self._opened is None:
-            raise EngineNotOpenError("the engine is still starting: wait until `open()` returns.")
-        return self._opened
-
-    def _check_owner(self) -> None:
-        session = self._session
-        if session is not None and session.owner_pid != os.getpid():
-            raise EngineClosedError(
-                f"this engine belongs to process {session.owner_pid}; this is a fork of it "
-                f"(process {os.getpid()}), which can neither use nor close it. Open an engine of "
-                "its own here."
-            )
 
 
 def _results(futures: Sequence[Future[RequestOutput]]) -> list[RequestOutput]:

@@ -18,8 +18,11 @@ Every class takes its message first, everything else by keyword with a default: 
 
 from __future__ import annotations
 
+import copy
 import traceback
 from dataclasses import dataclass
+
+from typing_extensions import Self
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,6 +55,16 @@ class RankFailure:
 
 class LlmrtError(Exception):
     """Base of everything llmrt raises."""
+
+    def for_one_caller(self) -> Self:
+        """Return an equal error of the caller's own.
+
+        One instance that several threads raise would gather the tracebacks of them all, and keep
+        their frames alive.
+        """
+        error = copy.copy(self)
+        error.__cause__ = self.__cause__
+        return error
 
 
 class ConfigError(LlmrtError, ValueError):

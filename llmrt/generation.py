@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
+from contextvars import copy_context
 from dataclasses import dataclass, field
 
 from llmrt.messages import TokenLogprobs
@@ -60,6 +61,8 @@ class Generation:
         streaming: bool,
     ) -> None:
         self.request = request
+        self.context = copy_context()
+        """Whose request it is, to libraries that ask: a notebook's cell, an asyncio task."""
         self.future = GenerationFuture(on_cancel)
         self.buffer = StreamBuffer() if streaming else None
         self._prompt = prompt

@@ -3,39 +3,26 @@
 from __future__ import annotations
 
 import logging
-import os
-import sys
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
+from llmrt.backend_choice import Backend, choose_backend
 from llmrt.checkpoint.checkpoint import Checkpoint
 from llmrt.config import EngineConfig, Timeouts, WorkerConfig
 from llmrt.errors import ConfigError
 from llmrt.model_config import ModelConfig, check_tp
-from llmrt.runtime.cores import threads_per_rank
-from llmrt.runtime.environment import deciding_row, explain_start_method
+from llmrt.runtime.environment import Environment, deciding_row, explain_start_method
 from llmrt.runtime.interpreter import python_command
 from llmrt.runtime.launchers.base import GroupSpec, Launcher
-from llmrt.runtime.launchers.inprocess import InProcessLauncher
-from llmrt.runtime.launchers.mp import FORK_HISTORY, MpLauncher
+from llmrt.runtime.launchers.mp import FORK_HISTORY
 from llmrt.runtime.observe import observe
 from llmrt.runtime.start_method import StartMethod
 from llmrt.scheduler.limits import SchedulerConfig
 from llmrt.shared_memory_layout import shared_memory_bytes
+from llmrt.worker_share import worker_share
 
 WORKER_ENTRY = "llmrt.worker.worker:Worker"
 PRELOAD = ("torch", "llmrt.worker.worker")
 """What the guard imports once, before it forks the ranks."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Backend:
-    """Which launcher starts the workers, and why."""
-
-    name: str
-    reason: str
-    launcher: Launcher
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,14 +67,16 @@ def make_launch_plan(options: EngineConfig, checkpoint: Checkpoint) -> LaunchPla
     model = ModelConfig.from_dict(checkpoint.config, checkpoint.generation_config)
     check_tp(model, options.tp)
     max_model_len = _max_model_len(options, model)
-    backend = choose_backend(options.backend, options.tp)
-    worker = _worker_config(options, checkpoint, model, max_model_len)
+    environment = observe()
+    backend = choose_backend(options, environment)
+    share = worker_share(options, environment, on_cluster=backend.name == "ray")
+    worker = _worker_config(options, checkpoint, model, max_model_len, share.num_threads)
     spec = GroupSpec(
         entry=WORKER_ENTRY,
         configs=(worker,) * options.tp,
         preload=PRELOAD,
-        env=dict(options.env or {}),
-        start_method=_start_method(options),
+        env=share.env,
+        start_method=_start_method(options, environment),
         shared_memory_bytes=shared_memory_bytes(options.tp) if options.tp > 1 else 0,
         rendezvous=options.tp > 1,
         python=python_command(),
@@ -97,33 +86,10 @@ def make_launch_plan(options: EngineConfig, checkpoint: Checkpoint) -> LaunchPla
     )
 
 
-def choose_backend(backend: Any, tp: int) -> Backend:
-    """Return the launcher for a `backend=` option, with the reason.
-
-    Raises:
-        ConfigError: this machine or this version cannot run it.
-    """
-    if not isinstance(backend, str):
-        return Backend(name=type(backend).__name__, reason="backend= given", launcher=backend)
-    given = "backend= given" if backend != "auto" else ""
-    if backend == "ray":
-        raise ConfigError('backend="ray" is not part of this version; use backend="mp".')
-    if backend == "inprocess":
-        if tp != 1:
-            raise ConfigError(f'backend="inprocess" runs one rank: tp must be 1, not {tp}.')
-        return Backend(name="inprocess", reason=given, launcher=InProcessLauncher())
-    if not sys.platform.startswith("linux"):
-        raise ConfigError(
-            f'backend="mp" runs on Linux only, this is {sys.platform}; use backend="inprocess".'
-        )
-    reason = given or "the workers fit on this machine"
-    return Backend(name="mp", reason=reason, launcher=MpLauncher())
-
-
-def _start_method(options: EngineConfig) -> StartMethod:
+def _start_method(options: EngineConfig, environment: Environment) -> StartMethod:
     row = deciding_row(
         explain_start_method(
-            observe(),
+            environment,
             options.start_method,
             worker_env=options.env,
             thread_option_given=options.num_threads is not None,
@@ -149,9 +115,12 @@ def _max_model_len(options: EngineConfig, model: ModelConfig) -> int:
 
 
 def _worker_config(
-    options: EngineConfig, checkpoint: Checkpoint, model: ModelConfig, max_model_len: int
+    options: EngineConfig,
+    checkpoint: Checkpoint,
+    model: ModelConfig,
+    max_model_len: int,
+    num_threads: int | None,
 ) -> WorkerConfig:
-    environ: Mapping[str, str] = {**os.environ, **(options.env or {})}
     return WorkerConfig(
         model=model,
         weights=checkpoint.weights,
@@ -159,7 +128,7 @@ def _worker_config(
         tokenizer=str(checkpoint.directory / "tokenizer.json"),
         device=options.device,
         dtype=options.dtype,
-        num_threads=options.num_threads or threads_per_rank(options.tp, environ),
+        num_threads=num_threads,
         max_model_len=max_model_len,
         max_num_seqs=options.max_num_seqs,
         max_num_batched_tokens=options.max_num_batched_tokens,

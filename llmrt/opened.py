@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from llmrt.errors import RequestError
-from llmrt.generation import Generation
+from llmrt.generation import Generation, GenerationFuture
 from llmrt.intake import (
     Intake,
     Limits,
@@ -164,6 +164,18 @@ class Opened:
         """Queue a request; return it, for its future and its stream."""
         self.session.add(generation)
         return generation
+
+    def send_all(self, generations: Sequence[Generation]) -> list[GenerationFuture]:
+        """Queue requests and return their futures: all of them, or none."""
+        sent: list[GenerationFuture] = []
+        try:
+            for generation in generations:
+                sent.append(self.send(generation).future)
+        except BaseException:  # Ctrl-C, or the engine ended: nobody will wait for the first ones
+            for future in sent:
+                future.cancel()
+            raise
+        return sent
 
     def aborter(self, request_id: str) -> Callable[[], None]:
         """Return what aborts a request; it holds the session, not the engine."""

@@ -18,11 +18,15 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
 import threading
 import time
+import traceback
+import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, InvalidStateError
+from contextvars import Context, copy_context
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any, Generic, TypeVar, cast
@@ -67,6 +71,12 @@ from llmrt.upkeep import Upkeep
 
 Result = TypeVar("Result")
 
+_ATTENTION_SECONDS = 3.0
+"""How long the session's thread has at least to turn to the stop ladder."""
+
+_CLOSE_GRACE_SECONDS = 12.0
+"""How long after its deadline the stop ladder has given up in any case."""
+
 
 class SessionState(Enum):
     """Where a session is in its life; it only moves downwards."""
@@ -91,6 +101,8 @@ class RemoteCall:
     future: Future[list[FunctionReturned | FunctionRaised]] = field(
         default_factory=Future[list[FunctionReturned | FunctionRaised]]
     )
+    context: Context = field(default_factory=copy_context)
+    """Whose call it is, to libraries that ask: a notebook's cell, an asyncio task."""
     abandoned_at: float | None = None
     """When its caller stopped waiting: from then on it has as long as a step."""
 
@@ -122,9 +134,12 @@ class Session:
         """Why calls fail once the session has ended."""
         self.scheduler: Scheduler | None = None
         self.upkeep: Upkeep | None = None
+        self.backend = plan.backend
         self._plan = plan
         self._timeouts = plan.timeouts
         self._on_phase = on_phase
+        self._on_output = on_output
+        self._opener: Context | None = copy_context()
         self._opened_at = time.monotonic()
         self._inbox: deque[Generation | RemoteCall | Errand[Any]] = deque()
         self._aborts: deque[str] = deque()
@@ -134,12 +149,14 @@ class Session:
         self._calls: deque[RemoteCall | Errand[Any]] = deque()
         self._active: tuple[RemoteCall, PendingCall] | None = None
         self._devices: tuple[str, ...] = ()
+        self._has_begun = threading.Lock()  # taken once: by the thread, or to keep it from running
         self._ended = threading.Event()
+        self._close_error: BaseException | None = None
         self.group = WorkerGroup(
             plan.spec,
             plan.launcher,
             plan.timeouts,
-            on_output=on_output,
+            on_output=self._forward_output,
             on_phase=self._note_phase,
         )
         self._thread = threading.Thread(target=self._run, name="llmrt-engine", daemon=True)
@@ -147,8 +164,18 @@ class Session:
     # ---- called from any thread ----
 
     def start(self) -> None:
-        """Start the thread; `started` tells when the workers serve."""
-        self._thread.start()
+        """Start the thread; `started` tells when the workers serve.
+
+        Raises:
+            EngineStartError: this process can have no more threads.
+        """
+        try:
+            self._thread.start()
+        except RuntimeError as error:
+            raise EngineStartError(
+                f"the engine did not start: {error}. Each open engine is one thread of this "
+                "process; see `ulimit -u`."
+            ) from error
 
     def check(self, request: Request) -> None:
         """Raise RequestError where a request can never be served."""
@@ -188,29 +215,59 @@ class Session:
         self.group.interrupt()
 
     @staticmethod
-    def drop(session: Session) -> None:
+    def drop(reference: weakref.ref[Session]) -> None:
         """Close a session whose engine was collected; a forked copy of it is left alone."""
-        if session.owner_pid == os.getpid():
+        session = reference()
+        if session is not None and session.owner_pid == os.getpid():
             session.ask_to_close()
 
     def close(self, timeout: float) -> CloseReport | None:
         """Stop everything within *timeout* seconds and return how the workers ended.
 
         Ctrl-C moves the deadline to now; KeyboardInterrupt is raised when all are gone.
+
+        Raises:
+            LlmrtError: a callback keeps the session's thread, which alone can end it in order; or
+                the caller is that callback. The workers are killed.
         """
-        self._set_deadline(time.monotonic() + timeout)
-        self.ask_to_close()
         interrupted = False
         while not self._ended.is_set():
             try:
-                self._ended.wait()
+                self._wait_for_end(timeout)
             except KeyboardInterrupt:
-                interrupted = True
-                self.group.hurry()
-        self._thread.join()
+                interrupted, timeout = True, 0.0
         if interrupted:
             raise KeyboardInterrupt
+        if self._close_error is not None:
+            raise self._close_error
         return self.report
+
+    def _wait_for_end(self, timeout: float) -> None:
+        self._set_deadline(time.monotonic() + timeout)
+        self.ask_to_close()
+        if timeout == 0:
+            self.group.hurry()
+        if self._has_begun.acquire(blocking=False):  # its thread has not run, and now never will
+            self._end()
+        if self.is_own_thread:
+            raise LlmrtError(
+                "close() was called from a callback on the engine's own thread, for which it would "
+                "have to wait: the engine closes when the callback has returned."
+            )
+        if not self._comes_to_its_end(timeout):
+            self.group.cut_off()
+            raise LlmrtError(
+                "the engine's own thread does not come back, from a callback of yours or a logging "
+                f"handler; its workers were killed. It is here:\n{_stack_of(self._thread)}"
+            )
+        if self._thread.ident is not None:
+            self._thread.join()
+
+    def _comes_to_its_end(self, timeout: float) -> bool:
+        if self._ended.wait(max(timeout, _ATTENTION_SECONDS)):
+            return True
+        is_at_it = self.state in (SessionState.CLOSING, SessionState.DEAD)
+        return is_at_it and self._ended.wait(_CLOSE_GRACE_SECONDS)
 
     @property
     def workers(self) -> tuple[WorkerInfo, ...]:
@@ -238,15 +295,23 @@ class Session:
     # ---- the session's thread ----
 
     def _run(self) -> None:
+        if not self._has_begun.acquire(blocking=False):
+            return
         try:
-            self._bring_up()
-            self._serve()
-        except (
-            BaseException
-        ) as error:  # whatever it is, it ends the session and reaches its callers
-            self._record(error)
-        finally:
+            self._work()
             self._shut_down()
+        except BaseException as error:  # it belongs to whoever closes
+            self._close_error = error
+        finally:
+            self._end()
+
+    def _work(self) -> None:
+        try:
+            if not self._close_asked:
+                self._bring_up()
+            self._serve()
+        except BaseException as error:  # whatever it is, it ends the session and its callers' waits
+            self._record(error)
 
     def _bring_up(self) -> None:
         self.group.start()
@@ -259,13 +324,15 @@ class Session:
         self.upkeep = Upkeep(self.group, self.scheduler, num_blocks, self._timeouts)
         self._note_phase(None, "ready", "")
         self.state = SessionState.RUNNING
+        self._opener = None
         self.started.set_result(None)
 
     def _command(self, command: Load | AllocateCache) -> list[object]:
         return self.group.call(command, self._timeouts.start_progress, renew_on_progress=True)
 
     def _serve(self) -> None:
-        assert self.scheduler is not None
+        if self.scheduler is None:  # closed before it was up
+            return
         loop = StepLoop(self.scheduler, _GroupSteps(self.group, self._timeouts.step), self._deliver)
         while not self._close_asked:
             self._take_messages(self.scheduler)
@@ -300,6 +367,9 @@ class Session:
             updates = scheduler.add(generation.request)
         except (RequestError, EngineAsleepError) as error:
             generation.fail(error)
+        except BaseException:
+            self._inbox.appendleft(generation)  # it ends with all the others
+            raise
         else:
             self._generations[generation.request.request_id] = generation
             self._deliver(updates)
@@ -332,7 +402,7 @@ class Session:
 
     def _begin_next(self) -> None:
         assert self.upkeep is not None
-        asked = self._calls[0]
+        asked = self._calls[0]  # until it is done: a death that is noticed now ends it, too
         if isinstance(asked, Errand):
             self._run_errand(asked, self.upkeep)
         elif self.upkeep.is_asleep:
@@ -357,8 +427,9 @@ class Session:
         if pending.missing:
             self.group.poll(self._patience(remote_call))
         if not pending.missing:
-            self._active = None
             replies = self.group.wait(pending, self._timeouts.step)
+            self.group.catch_up_with_output()  # what it printed comes before what it returned
+            self._active = None
             with contextlib.suppress(InvalidStateError):  # its caller has left
                 remote_call.future.set_result(
                     cast("list[FunctionReturned | FunctionRaised]", replies)
@@ -388,22 +459,27 @@ class Session:
             self.error.__cause__ = error
 
     def _shut_down(self) -> None:
-        died = self.error is not None
-        self.state = SessionState.DEAD if died else SessionState.CLOSING
+        self.state = SessionState.CLOSING if self.error is None else SessionState.DEAD
+        self._set_error()
+        self._fail_running()
+        self.report = self.group.close(self._time_to_close())
+
+    def _set_error(self) -> LlmrtError:
         if self.error is None:
             self.error = EngineClosedError(
                 "the engine was closed; open it again with `with` or `.open()`."
             )
-        self._fail_running()
-        try:
-            self.report = self.group.close(self._time_to_close())
-        finally:
-            if not died:
-                self.state = SessionState.CLOSED
-            self._ended.set()
-            self._fail_inbox()
-            if not self.started.done():
-                self.started.set_exception(self.error)
+        return self.error
+
+    def _end(self) -> None:
+        """Say that nothing is left. It runs once, on whichever thread `_has_begun` fell to."""
+        error = self._set_error()
+        if self.state is not SessionState.DEAD:
+            self.state = SessionState.CLOSED
+        self._ended.set()
+        self._fail_inbox()
+        if not self.started.done():
+            self.started.set_exception(error.for_one_caller())
 
     def _time_to_close(self) -> float:
         if self._close_deadline is None:
@@ -411,32 +487,52 @@ class Session:
         return max(0.0, self._close_deadline - time.monotonic())
 
     def _fail_running(self) -> None:
-        assert self.error is not None
-        for generation in list(self._generations.values()):
-            generation.fail(self.error)
-        self._generations.clear()
+        waiting: list[Generation | RemoteCall | Errand[Any]] = [
+            *self._generations.values(),
+            *self._calls,
+        ]
         if self._active is not None:
-            self._calls.appendleft(self._active[0])
-            self._active = None
-        while self._calls:
-            _fail(self._calls.popleft().future, self.error)
+            waiting.insert(0, self._active[0])
+        self._generations.clear()
+        self._calls.clear()
+        self._active = None
+        for message in waiting:
+            self._fail(message)
 
     def _fail_inbox(self) -> None:
-        assert self.error is not None
         with contextlib.suppress(IndexError):  # two threads may empty it together
             while True:
-                message = self._inbox.popleft()
-                if isinstance(message, Generation):
-                    message.fail(self.error)
-                else:
-                    _fail(message.future, self.error)
+                self._fail(self._inbox.popleft())
+
+    def _fail(self, message: Generation | RemoteCall | Errand[Any]) -> None:
+        """End one caller's wait; what its callbacks raise must not keep it from the others."""
+        with contextlib.suppress(BaseException):
+            if isinstance(message, Generation):
+                message.fail(self._set_error().for_one_caller())
+            else:
+                message.future.set_exception(self._set_error().for_one_caller())
 
     def _note_phase(self, rank: int | None, phase: str, detail: str) -> None:
         entry = TimelineEntry(
             seconds=time.monotonic() - self._opened_at, rank=rank, phase=phase, detail=detail
         )
         self.timeline.append(entry)
-        self._on_phase(entry)
+        with contextlib.suppress(Exception):  # a closed stderr keeps no engine from starting
+            self._caller().run(self._on_phase, entry)
+
+    def _forward_output(self, output: WorkerOutput) -> None:
+        self._caller().run(self._on_output, output)
+
+    def _caller(self) -> Context:
+        """Return the context of whoever waits for what happens now.
+
+        What is shown in it reaches them: in a notebook it lands in the cell that caused it.
+        """
+        if self._active is not None:
+            return self._active[0].context
+        for generation in self._generations.values():
+            return generation.context
+        return self._opener or Context()
 
 
 class _GroupSteps:
@@ -454,8 +550,13 @@ class _GroupSteps:
 
 
 def _fail(future: Future[Any], error: LlmrtError) -> None:
-    with contextlib.suppress(InvalidStateError):
+    with contextlib.suppress(InvalidStateError):  # its caller has left
         future.set_exception(error)
+
+
+def _stack_of(thread: threading.Thread) -> str:
+    frame = sys._current_frames().get(thread.ident or 0)  # pyright: ignore[reportPrivateUsage]
+    return "".join(traceback.format_stack(frame)) if frame is not None else "(ended)"
 
 
 def _as_error(update: SequenceFailed) -> LlmrtError:

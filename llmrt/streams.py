@@ -125,12 +125,17 @@ class Stream(Iterator[Increment]):
 
     def __next__(self) -> Increment:
         """Wait for what is new and return it."""
-        while True:
-            self._news.clear()
-            increment = self._reading.take()
-            if increment is not None:
-                return increment
-            self._news.wait()
+        try:
+            while (increment := self._take()) is None:
+                self._news.wait()
+        except KeyboardInterrupt:  # whoever keeps its traceback would keep the request running
+            self._reading.abort()
+            raise
+        return increment
+
+    def _take(self) -> Increment | None:
+        self._news.clear()
+        return self._reading.take()
 
     def close(self) -> None:
         """Abort the request if it still runs; iteration ends after what is pending."""

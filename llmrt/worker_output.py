@@ -16,14 +16,14 @@ def forward_output(output: WorkerOutput) -> None:
     lines = output.text.splitlines()
     if output.num_dropped_lines:
         lines.insert(0, f"({output.num_dropped_lines} lines were dropped: they came too fast)")
-    if logger.hasHandlers():
-        for line in lines:
-            logger.info("%s: %s", who, line, extra={"rank": output.rank})
-    else:
-        _show("".join(f"[llmrt {who}] {line}\n" for line in lines))
+    with contextlib.suppress(Exception):  # a handler that raises, a closed stderr: not our affair
+        if logger.hasHandlers():
+            for line in lines:
+                logger.info("%s: %s", who, line, extra={"rank": output.rank})
+        else:
+            _show("".join(f"[llmrt {who}] {line}\n" for line in lines))
 
 
 def _show(text: str) -> None:
-    with contextlib.suppress(Exception):  # a closed or strange stderr is not the engine's affair
-        sys.stderr.write(text)
-        sys.stderr.flush()
+    sys.stderr.write(text)
+    sys.stderr.flush()

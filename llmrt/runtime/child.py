@@ -19,7 +19,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn, Protocol
 
 from llmrt.config import Rendezvous, WorkerContext
@@ -42,7 +42,6 @@ from llmrt.runtime.signals import STACK_DUMP_SIGNAL, reset_signals
 SETUP_FD = 3
 """Where a rank that was not forked finds its pickled RankSetup."""
 
-_LOOPBACK = "127.0.0.1"
 _REPORT_INTERVAL = 0.05
 
 
@@ -73,7 +72,8 @@ class RankSetup:
     stacks_fd: int
     memory_fd: int
     has_shared_memory: bool
-    rendezvous_port: int | None
+    device_index: int | None
+    rendezvous: Rendezvous | None
     listen_fd: int | None
     """The rendezvous socket, on rank 0 only."""
     proves_threads: bool
@@ -163,16 +163,11 @@ def _serve_on(pipe: Pipe, setup: RankSetup) -> int:
         world_size=setup.world_size,
         report=report,
         shared_memory_fd=setup.memory_fd if setup.has_shared_memory else None,
-        rendezvous=_rendezvous(setup),
+        device_index=setup.device_index,
+        rendezvous=setup.rendezvous and replace(setup.rendezvous, listen_fd=setup.listen_fd),
         is_aborted=abort_word.is_set,
     )
     return serve(pipe, report, setup.rank, lambda: build_worker(setup.entry, setup.config, context))
-
-
-def _rendezvous(setup: RankSetup) -> Rendezvous | None:
-    if setup.rendezvous_port is None:
-        return None
-    return Rendezvous(host=_LOOPBACK, port=setup.rendezvous_port, listen_fd=setup.listen_fd)
 
 
 def build_worker(entry: str, config: bytes, context: WorkerContext) -> Worker:

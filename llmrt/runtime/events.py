@@ -1,17 +1,20 @@
 """What a launcher tells the owner of a group, and what the owner tells it.
 
-    owner ── Setup (once), SignalRank, DumpStacks, Abort, Shutdown ──► guard
-    owner ◄── Phase, RankStarted, RankExited, Output, RankState, Stacks, LaunchFailed ── guard
+    owner ── Setup (once), SignalRank, DumpStacks, ForwardOutput, Abort, Shutdown ──► guard
+    owner ◄── Phase, RankStarted, RankExited, Output, OutputForwarded, RankState, Stacks,
+              LaunchFailed ── guard
 
 GuardExited is what the owner's side of the launcher adds when the guard itself is gone.
 """
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
+from llmrt.config import Rendezvous
 from llmrt.errors import RankFailure
 
 Stream = Literal["stdout", "stderr"]
@@ -24,6 +27,21 @@ THREADS_PROVEN = "thread pools proven"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Membership:
+    """What the one rank of a guard is in a group whose other ranks have guards of their own."""
+
+    rank: int
+    world_size: int
+    rendezvous: Rendezvous | None
+    """Where the group meets, as this rank reaches it; its `listen_fd` is not filled in."""
+    device_index: int | None
+    shares_memory: bool
+    """Whether the descriptor of the group's memory file follows that of the channel."""
+    listens: bool
+    """Whether the bound rendezvous socket follows those."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Setup:
     """What the guard is to run."""
 
@@ -31,11 +49,13 @@ class Setup:
     configs: tuple[bytes, ...] = field(repr=False)
     """Pickled, one per rank: only the rank itself unpickles its own."""
     preload: tuple[str, ...]
-    env: Mapping[str, str]
+    env: Mapping[str, str] = field(repr=False)
     shared_memory_bytes: int
     rendezvous: bool
     python: tuple[str, ...]
     """How to start an interpreter, for ranks that cannot be forked."""
+    membership: Membership | None = None
+    """None where these are all the ranks of their group."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,6 +74,13 @@ class DumpStacks:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class ForwardOutput:
+    """Pass on what these ranks have printed by now, then say OutputForwarded for each."""
+
+    ranks: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Abort:
     """Tell ranks that wait for a peer to give up."""
 
@@ -66,7 +93,7 @@ class Shutdown:
     """Whether the launcher's process is killed instead of asked."""
 
 
-ControlCommand = SignalRank | DumpStacks | Abort | Shutdown
+ControlCommand = SignalRank | DumpStacks | ForwardOutput | Abort | Shutdown
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -84,6 +111,16 @@ class RankStarted:
 
     rank: int
     pid: int
+    host: str = ""
+    """Where, if not on the launcher's host."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Connected:
+    """A rank has called in: from now on this is its channel."""
+
+    rank: int
+    sock: socket.socket
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -97,6 +134,8 @@ class RankExited:
     stderr_tail: tuple[str, ...] = ()
     was_out_of_memory: bool | None = None
     """Whether the kernel killed for memory in this cgroup since the start; None: unreadable."""
+    cause: str = ""
+    """What somebody above the guard knows of the reason, as a sentence."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -108,6 +147,13 @@ class Output:
     text: str
     num_dropped_lines: int = 0
     """Lines before these that were thrown away because nobody read them fast enough."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OutputForwarded:
+    """What a rank had printed when ForwardOutput came has been sent."""
+
+    rank: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -144,4 +190,15 @@ class GuardExited:
     output_tail: tuple[str, ...] = ()
 
 
-Event = Phase | RankStarted | RankExited | Output | Stacks | RankState | LaunchFailed | GuardExited
+Event = (
+    Phase
+    | RankStarted
+    | Connected
+    | RankExited
+    | Output
+    | OutputForwarded
+    | Stacks
+    | RankState
+    | LaunchFailed
+    | GuardExited
+)

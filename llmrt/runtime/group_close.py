@@ -46,7 +46,7 @@ class GroupCloser:
         self._is_hurried = is_hurried
         self._clock = clock
         self._started_at = clock()
-        self._launcher_is_told = False
+        self._launcher_told_at: float | None = None
         self._launcher_is_killed = False
         self._descents = [_Descent(was_alive=view.exited is None) for view in supervisor.ranks]
 
@@ -98,7 +98,7 @@ class GroupCloser:
                     self._descents[rank].is_killed = True
             case teardown.EndLauncher():
                 launched.tell(Shutdown())
-                self._launcher_is_told = True
+                self._launcher_told_at = self._elapsed()
             case teardown.KillLauncher():
                 launched.tell(Shutdown(force=True))
                 self._launcher_is_killed = True
@@ -117,7 +117,7 @@ class GroupCloser:
             elapsed=self._elapsed(),
             living=tuple(self._observe_rank(v) for v in self._supervisor.ranks if v.is_alive),
             launcher_is_gone=self._supervisor.guard_exited is not None,
-            launcher_is_told=self._launcher_is_told,
+            launcher_told_at=self._launcher_told_at,
             launcher_is_killed=self._launcher_is_killed,
         )
 

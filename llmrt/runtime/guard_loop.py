@@ -16,7 +16,9 @@ from llmrt.runtime.events import (
     Abort,
     DumpStacks,
     Event,
+    ForwardOutput,
     LaunchFailed,
+    OutputForwarded,
     Phase,
     RankExited,
     RankStarted,
@@ -122,6 +124,9 @@ class Guard:
             case DumpStacks(ranks=ranks):
                 for rank in ranks:
                     self._dump_stacks(self._ranks[rank])
+            case ForwardOutput(ranks=ranks):
+                for rank in ranks:
+                    self._forward_output(self._ranks[rank])
             case Abort():
                 self._abort()
             case Shutdown():
@@ -137,6 +142,12 @@ class Guard:
         self._tell(RankState(rank=rank.rank, state=proc.describe_state(rank.pid)))
         if proc.catches_signal(rank.pid, STACK_DUMP_SIGNAL):
             self._signal(rank, STACK_DUMP_SIGNAL)
+
+    def _forward_output(self, rank: RankProcess) -> None:
+        for output in (rank.stdout, rank.stderr):
+            if output.end.is_open:
+                self._read_output(output)
+        self._tell(OutputForwarded(rank=rank.rank))
 
     def _abort(self) -> None:
         if self._abort_word is not None:

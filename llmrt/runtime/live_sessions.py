@@ -6,6 +6,7 @@ The one piece of module state in llmrt: nobody else is there to ask at exit.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import os
 import weakref
 from typing import Protocol
@@ -39,8 +40,9 @@ def track(session: Closeable) -> None:
 
 
 def _close_all() -> None:
-    own = [session for session in _live if session.owner_pid == os.getpid()]
+    own = [session for session in list(_live) if session.owner_pid == os.getpid()]
     for session in own:
         session.ask_to_close()
     for session in own:
-        session.close(CLOSE_AT_EXIT_SECONDS)
+        with contextlib.suppress(Exception):  # nobody is there any more to be told
+            session.close(CLOSE_AT_EXIT_SECONDS)

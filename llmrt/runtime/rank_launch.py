@@ -14,6 +14,7 @@ from dataclasses import replace
 from importlib import import_module
 from typing import Any
 
+from llmrt.config import Rendezvous
 from llmrt.runtime import command_line, descriptors, proc, shared_memory
 from llmrt.runtime.child import SETUP_FD, RankSetup, run_rank
 from llmrt.runtime.events import EXECUTING, Event, Phase, Setup
@@ -56,14 +57,15 @@ class RankLauncher:
     def __init__(
         self,
         setup: Setup,
-        channel_fds: list[int],
+        fds: list[int],
         *,
         is_fork: bool,
         tell: Callable[[Event], None],
         guard_fds: Callable[[], set[int]],
     ) -> None:
         self._setup = setup
-        self._channel_fds = channel_fds
+        num_ranks = len(setup.configs)
+        self._channel_fds, self._group_fds = fds[:num_ranks], fds[num_ranks:]
         self._is_fork = is_fork
         self._tell = tell
         self._guard_fds = guard_fds
@@ -74,11 +76,17 @@ class RankLauncher:
         """Import what the ranks need and make what they share."""
         os.environ.update(self._setup.env)
         self._preload()
+        member = self._setup.membership
         with launching("allocating shared memory"):
-            memory_fd = shared_memory.create(self._setup.shared_memory_bytes)
-            self._memory_fd = descriptors.move_up(memory_fd)
+            if member is not None and member.shares_memory:
+                self._memory_fd = self._group_fds.pop(0)
+            else:
+                memory_fd = shared_memory.create(self._setup.shared_memory_bytes)
+                self._memory_fd = descriptors.move_up(memory_fd)
             word = shared_memory.AbortWord(self._memory_fd)
-        if self._setup.rendezvous:
+        if member is not None and member.listens:
+            self._listener = socket.socket(fileno=self._group_fds.pop(0))
+        elif self._setup.rendezvous:
             with launching("binding the rendezvous socket"):
                 self._listener = _listen()
         gc.freeze()  # pages that the collector would touch stay shared with the ranks
@@ -129,10 +137,10 @@ class RankLauncher:
         )
 
     def _rank_setup(self, rank: int, write_ends: list[int]) -> RankSetup:
-        listener = self._listener
+        listener, member = self._listener, self._setup.membership
         return RankSetup(
-            rank=rank,
-            world_size=len(self._setup.configs),
+            rank=rank if member is None else member.rank,
+            world_size=len(self._setup.configs) if member is None else member.world_size,
             entry=self._setup.entry,
             config=self._setup.configs[rank],
             guard_pid=os.getpid(),
@@ -141,11 +149,19 @@ class RankLauncher:
             stderr_fd=write_ends[1],
             stacks_fd=write_ends[2],
             memory_fd=self._memory_fd,
-            has_shared_memory=self._setup.shared_memory_bytes > 0,
-            rendezvous_port=None if listener is None else listener.getsockname()[1],
+            has_shared_memory=self._setup.shared_memory_bytes > 0
+            or (member is not None and member.shares_memory),
+            device_index=None if member is None else member.device_index,
+            rendezvous=self._rendezvous() if member is None else member.rendezvous,
             listen_fd=listener.fileno() if listener is not None and rank == 0 else None,
             proves_threads=self._is_fork,
         )
+
+    def _rendezvous(self) -> Rendezvous | None:
+        if self._listener is None:
+            return None
+        host, port = self._listener.getsockname()
+        return Rendezvous(host=host, port=port, listen_fd=None)
 
     def _fork(self, setup: RankSetup, read_ends: list[int]) -> int:
         sys.stdout.flush()  # or the rank would print it again

@@ -52,6 +52,8 @@ class RankView:
     rank: int
     channel: Channel
     pid: int = 0
+    host: str = ""
+    """Where it runs, if not on the launcher's host."""
     phase: str = "waiting for the guard"
     is_ready: bool = False
     """Whether its worker exists and answers calls."""
@@ -62,6 +64,8 @@ class RankView:
     closed_at: float | None = None
     """When its channel came to its end, while nobody said that it ended."""
     is_hung: bool = False
+    owes_output: bool = False
+    """Whether lines that it printed may still be on their way."""
     state: str = ""
     stacks: str = ""
 

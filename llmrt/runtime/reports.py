@@ -30,9 +30,11 @@ def describe_death(supervisor: Supervisor) -> WorkerDiedError | None:
 
 def rank_died(death: RankExited, view: RankView, host: str) -> WorkerDiedError:
     """Say how a rank ended, and what it was doing."""
+    host = view.host or host
     doing = f"its last command was {view.last_command}" if view.last_command else view.phase
     message = f"Worker {death.rank} (process {death.pid} on {host}) {_how_ended(death)}; {doing}."
-    message += _memory_hint(death) + _quoted("stderr", death.stderr_tail)
+    message += f" {death.cause}" if death.cause else _memory_hint(death)
+    message += _quoted("stderr", death.stderr_tail)
     exit_code, name = _split_exit(death.exit_code)
     return WorkerDiedError(
         message,
@@ -70,6 +72,8 @@ def _how_ended(death: RankExited) -> str:
         return f"was ended by {name}"
     if exit_code is not None:
         return f"exited with code {exit_code}"
+    if death.cause:
+        return "is gone"
     return "closed its channel; how it ended, the guard does not say"
 
 
@@ -120,7 +124,7 @@ def ranks_hung(
 ) -> WorkerHungError:
     """Say where the ranks are that did not answer in time."""
     stacks = {view.rank: where_is(view) for view in views}
-    ranks = ", ".join(f"{view.rank} (process {view.pid} on {host})" for view in views)
+    ranks = ", ".join(f"{v.rank} (process {v.pid} on {v.host or host})" for v in views)
     message = f"{call.command} was not answered within {timeout:g} s by worker {ranks}."
     return WorkerHungError(message + _places(stacks), stacks=stacks)
 
@@ -153,10 +157,10 @@ def launch_failed(event: LaunchFailed) -> EngineStartError:
     """Say what the guard could not do."""
     failure = event.failure
     what = f"{failure.type_name}: {failure.message}"
-    if event.failure.type_name.endswith("SharedMemoryError"):
+    if failure.type_name.endswith(("SharedMemoryError", "PlacementError")):
         what = failure.message
     return EngineStartError(
-        f"The engine did not start: {event.what} failed: {what}\n{failure.traceback.rstrip()}"
+        f"The engine did not start: {event.what} failed: {what}\n{failure.traceback}".rstrip()
     )
 
 

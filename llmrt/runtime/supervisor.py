@@ -32,11 +32,14 @@ from llmrt.runtime.channel import (
 from llmrt.runtime.events import (
     EXECUTING,
     THREADS_PROVEN,
+    Connected,
     DumpStacks,
     Event,
+    ForwardOutput,
     GuardExited,
     LaunchFailed,
     Output,
+    OutputForwarded,
     Phase,
     RankExited,
     RankStarted,
@@ -91,12 +94,8 @@ class Supervisor:
         self._selector.register(launched.fileno(), selectors.EVENT_READ, self._on_launcher)
         for view in self.ranks:
             self._selector.register(view.channel, selectors.EVENT_READ, view)
-
-    @property
-    def sockets(self) -> tuple[socket.socket, ...]:
+        self.sockets = [launched.lifeline, *launched.channels, self._woken, self._waker]
         """Every socket that is open on our account."""
-        launched = self.launched
-        return (launched.lifeline, *launched.channels, self._woken, self._waker)
 
     @property
     def guard_phase(self) -> str:
@@ -122,6 +121,14 @@ class Supervisor:
         """Have ranks write their stacks, and wait for as much of that as comes."""
         self.launched.tell(DumpStacks(ranks=tuple(view.rank for view in views)))
         self.pump_for(seconds)
+
+    def catch_up_with_output(self, seconds: float) -> None:
+        """Handle what ranks have printed by now: their answers take a shorter way."""
+        views = [view for view in self.ranks if view.is_alive]
+        for view in views:
+            view.owes_output = True
+        self.launched.tell(ForwardOutput(ranks=tuple(view.rank for view in views)))
+        self.pump_for(seconds, until=lambda: not any(v.owes_output and v.is_alive for v in views))
 
     # ---- calls ----
 
@@ -263,9 +270,12 @@ class Supervisor:
                 if rank is None:
                     self._guard_phase = f"{phase} {detail}".strip()
                 self._on_phase(rank, phase, detail)
-            case RankStarted(rank=rank, pid=pid):
+            case Connected(rank=rank, sock=sock):
+                self._connect(self.ranks[rank], sock)
+            case RankStarted(rank=rank, pid=pid, host=host):
                 self.num_progress += 1
                 self.ranks[rank].pid = pid
+                self.ranks[rank].host = host
                 self.ranks[rank].phase = "starting"
                 self._on_phase(rank, "started", f"process {pid}")
             case RankExited():
@@ -274,6 +284,8 @@ class Supervisor:
                 self._on_output(
                     WorkerOutput(rank=rank, stream=stream, text=text, num_dropped_lines=num_dropped)
                 )
+            case OutputForwarded(rank=rank):
+                self.ranks[rank].owes_output = False
             case Stacks(rank=rank, text=text):
                 self.ranks[rank].stacks += text
             case RankState(rank=rank, state=state):
@@ -282,6 +294,15 @@ class Supervisor:
                 self.launch_failed = event
             case GuardExited():
                 self._on_guard_exited(event)
+
+    def _connect(self, view: RankView, sock: socket.socket) -> None:
+        """Put a rank's real channel in the place of the one that stood for it."""
+        self.num_progress += 1
+        self._stop_reading(view)
+        view.channel.close()
+        view.channel = Channel(sock)
+        self._selector.register(view.channel, selectors.EVENT_READ, view)
+        self.sockets.append(sock)
 
     def _on_rank_exited(self, event: RankExited) -> None:
         view = self.ranks[event.rank]

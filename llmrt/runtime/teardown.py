@@ -12,6 +12,7 @@ from llmrt.config import Timeouts
 
 _BROKEN_ASK_SECONDS = 0.3
 _KILL_GRACE_SECONDS = 1.0
+_LAUNCHER_GRACE_SECONDS = 0.2
 _GIVE_UP_SECONDS = 5.0
 
 
@@ -23,6 +24,8 @@ class Limits:
     kill_at: float
     kill_launcher_at: float
     give_up_at: float
+    launcher_patience: float
+    """How long the launcher has to end by itself when it has nothing left but itself."""
 
     @classmethod
     def of(cls, timeouts: Timeouts, total: float, *, is_broken: bool) -> Limits:
@@ -38,6 +41,7 @@ class Limits:
             kill_at=kill_at,
             kill_launcher_at=kill_launcher_at,
             give_up_at=max(total, kill_launcher_at) + _GIVE_UP_SECONDS,
+            launcher_patience=max(total, _LAUNCHER_GRACE_SECONDS),
         )
 
     def hurried(self, elapsed: float) -> Limits:
@@ -48,6 +52,7 @@ class Limits:
             kill_at=min(self.kill_at, elapsed),
             kill_launcher_at=kill_launcher_at,
             give_up_at=kill_launcher_at + _GIVE_UP_SECONDS,
+            launcher_patience=_LAUNCHER_GRACE_SECONDS,
         )
 
 
@@ -70,7 +75,7 @@ class Observed:
     elapsed: float
     living: tuple[RankObserved, ...]
     launcher_is_gone: bool
-    launcher_is_told: bool = False
+    launcher_told_at: float | None = None
     launcher_is_killed: bool = False
 
 
@@ -128,9 +133,13 @@ def plan(seen: Observed, limits: Limits) -> Step:
         return KillLauncher()
     if seen.living:
         return _plan_ranks(seen, limits)
-    if not seen.launcher_is_told:
+    if seen.launcher_told_at is None:
         return EndLauncher()
-    return _wait(seen, limits.kill_launcher_at, limits.give_up_at)
+    # It may be deaf, in the middle of its imports.
+    due_at = seen.launcher_told_at + limits.launcher_patience
+    if not seen.launcher_is_killed and seen.elapsed >= due_at:
+        return KillLauncher()
+    return _wait(seen, due_at, limits.kill_launcher_at, limits.give_up_at)
 
 
 def _plan_ranks(seen: Observed, limits: Limits) -> Step:

@@ -35,6 +35,7 @@ WorkerState = Literal["starting", "running", "stopping", "exited"]
 
 
 _DEATH_GRACE = 0.05
+_OUTPUT_SECONDS = 0.2
 
 
 class Interrupted(Exception):  # noqa: N818 - nothing is wrong: somebody asked for it
@@ -85,7 +86,9 @@ class WorkerGroup:
             state = "exited"
         elif self._closer is not None:
             state = "stopping"
-        return WorkerInfo(rank=view.rank, pid=view.pid, host=host, device="", state=state)
+        return WorkerInfo(
+            rank=view.rank, pid=view.pid, host=view.host or host, device="", state=state
+        )
 
     # ---- from any thread ----
 
@@ -107,6 +110,12 @@ class WorkerGroup:
         """Move the deadline of the current or next `close` to now."""
         self._is_hurried = True
         self.wake()
+
+    def cut_off(self) -> None:
+        """Have every process killed; the last resort where the group's own thread is stuck."""
+        supervisor = self._supervisor
+        if supervisor is not None:
+            let_go(self._owner_pid, supervisor.launched.lifeline, ())
 
     # ---- start ----
 
@@ -209,6 +218,10 @@ class WorkerGroup:
         supervisor = self._running()
         supervisor.pump(timeout)
         self._note_death(supervisor)
+
+    def catch_up_with_output(self) -> None:
+        """Hand on what workers have printed by now, before anything that happens later."""
+        self._running().catch_up_with_output(_OUTPUT_SECONDS)
 
     def _running(self) -> Supervisor:
         self._check_process()

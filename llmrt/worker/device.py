@@ -26,17 +26,22 @@ class Placement:
     dtype: torch.dtype
 
 
-def place(config: WorkerConfig, rank: int, world_size: int) -> Placement:
-    """Return where *rank* computes.
+def place(
+    config: WorkerConfig, rank: int, world_size: int, device_index: int | None = None
+) -> Placement:
+    """Return where *rank* computes: on the GPU of its number, or of `device_index`.
 
     Raises:
         ConfigError: the device is unknown, or there are fewer GPUs than ranks.
     """
-    device = _device(config.device, rank, world_size)
+    if device_index is None:
+        device = _device(config.device, rank, world_size)
+    else:  # whoever placed this rank gave it devices of its own
+        device = _device(config.device, device_index, device_index + 1)
     return Placement(device=device, dtype=_dtype(config, device))
 
 
-def _device(asked: str, rank: int, world_size: int) -> torch.device:
+def _device(asked: str, index: int, num_needed: int) -> torch.device:
     kind = asked
     if asked == "auto":
         kind = "cuda" if torch.cuda.is_available() else "cpu"
@@ -45,12 +50,12 @@ def _device(asked: str, rank: int, world_size: int) -> torch.device:
     if kind != "cuda":
         raise ConfigError(f"device={asked!r} is not one of 'auto', 'cpu', 'cuda'.")
     num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if num_gpus < world_size:
+    if num_gpus < num_needed:
         raise ConfigError(
-            f"asked for tp={world_size}, found {num_gpus} GPU{'' if num_gpus == 1 else 's'} that "
+            f"asked for tp={num_needed}, found {num_gpus} GPU{'' if num_gpus == 1 else 's'} that "
             "this process may use; lower tp, or pass device='cpu'."
         )
-    return torch.device("cuda", rank)
+    return torch.device("cuda", index)
 
 
 def _dtype(config: WorkerConfig, device: torch.device) -> torch.dtype:

@@ -183,6 +183,8 @@ def _store(context: WorkerContext, rendezvous: Rendezvous) -> Store:
 
 def _own_address(rendezvous: Rendezvous) -> str:
     """Return this machine's address on the network of the rendezvous; nothing is sent."""
+    if rendezvous.own_host is not None:
+        return rendezvous.own_host
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((rendezvous.host, rendezvous.port))
         return probe.getsockname()[0]

@@ -102,7 +102,7 @@ class Worker:
     def _load(self) -> LoadReport:
         self._check_options()
         self._set_num_threads()
-        placement = place(self._config, self.rank, self.world_size)
+        placement = place(self._config, self.rank, self.world_size, self._context.device_index)
         self.device, self._placement = placement.device, placement
         self._context.report("joining group")
         self._group = join_group(self._context, placement.device)

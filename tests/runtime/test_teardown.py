@@ -35,7 +35,7 @@ class Simulation:
     is_broken: bool = False
     now: float = 0.0
     launcher_is_gone: bool = False
-    told: bool = False
+    told_at: float | None = None
     killed: bool = False
     log: list[str] = field(default_factory=list)
     ended: dict[int, float] = field(default_factory=dict)
@@ -52,7 +52,7 @@ class Simulation:
                 elapsed=self.now,
                 living=() if self.launcher_is_gone else living,
                 launcher_is_gone=self.launcher_is_gone,
-                launcher_is_told=self.told,
+                launcher_told_at=self.told_at,
                 launcher_is_killed=self.killed,
             )
             step = plan(seen, limits)
@@ -74,7 +74,7 @@ class Simulation:
                     ranks = [replace(r, is_killed=r.is_killed or r.rank in which) for r in ranks]
                     self._reach("SIGKILL", which)
                 case EndLauncher():
-                    self.told = True
+                    self.told_at = self.now
                     self.log.append("end launcher")
                     self.launcher_is_gone = self.launcher_listens
                 case KillLauncher():
@@ -150,6 +150,12 @@ def test_hurrying_never_puts_anything_off(elapsed: float, total: float) -> None:
     assert hurried.kill_launcher_at <= max(limits.kill_launcher_at, elapsed + 1.0)
 
 
+def test_a_launcher_that_is_deaf_and_alone_is_not_waited_for_by_somebody_in_a_hurry() -> None:
+    simulation = Simulation(ends_by=[], launcher_listens=False, total=0.0).run()
+    assert simulation.log == ["end launcher", "kill launcher"]
+    assert simulation.now < 0.5
+
+
 def test_what_cannot_be_killed_is_given_up_in_the_end() -> None:
     limits = Limits.of(TIMEOUTS, 1.0, is_broken=False)
     stuck = RankObserved(
@@ -159,7 +165,7 @@ def test_what_cannot_be_killed_is_given_up_in_the_end() -> None:
         elapsed=limits.give_up_at,
         living=(stuck,),
         launcher_is_gone=False,
-        launcher_is_told=True,
+        launcher_told_at=0.0,
         launcher_is_killed=True,
     )
     assert plan(seen, limits) == Over()

@@ -35,6 +35,10 @@ class Terminal:
         """Type a line and press Enter."""
         os.write(self._master, line.encode() + b"\r")
 
+    def press_ctrl_c(self) -> None:
+        """Press Ctrl-C: the terminal interrupts all its foreground processes."""
+        os.write(self._master, b"\x03")
+
     def wait_for_exit(self, seconds: float = 60.0) -> int:
         """Return the exit code; what is still written is read, or the program could hang."""
         deadline = time.monotonic() + seconds
@@ -58,8 +62,10 @@ def open_terminal(
 ) -> Iterator[Terminal]:
     """Run a program at a new terminal; it is killed if it still runs at the end."""
     master, slave = pty.openpty()
+    # A leader of a session gets the first terminal it opens as its own, and Ctrl-C from it.
+    opening = f'exec "$0" "$@" <>{os.ttyname(slave)} >&0 2>&0'
     process = subprocess.Popen(
-        command,
+        ["sh", "-c", opening, *command],
         stdin=slave,
         stdout=slave,
         stderr=slave,

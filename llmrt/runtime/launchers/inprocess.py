@@ -19,7 +19,9 @@ from llmrt.runtime.events import (
     ControlCommand,
     DumpStacks,
     Event,
+    ForwardOutput,
     GuardExited,
+    OutputForwarded,
     RankExited,
     RankStarted,
     Shutdown,
@@ -115,6 +117,8 @@ class WorkerThread:
         match command:
             case DumpStacks():
                 self._announce(Stacks(rank=0, text=stack_of(self._thread)))
+            case ForwardOutput():
+                self._announce(OutputForwarded(rank=0))  # a thread prints where its owner does
             case Shutdown():
                 self._announce(GuardExited(pid=os.getpid(), exit_code=0))
             case _:

@@ -18,6 +18,7 @@ from llmrt.runtime.events import (
     ControlCommand,
     Event,
     GuardExited,
+    Membership,
     RankExited,
     RankStarted,
     Setup,
@@ -78,10 +79,34 @@ class MpLauncher:
         return replace(spec, start_method=method)
 
 
-class GuardHandle:
-    """The owner's hold on one guard: its control socket, its pidfd, what it prints."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Seat:
+    """What the one rank of a guard is handed that belongs to a group of several guards."""
 
-    def __init__(self, spec: GroupSpec, method: StartMethod) -> None:
+    membership: Membership
+    channel: socket.socket
+    """Connected to the engine already."""
+    memory_fd: int | None = None
+    listener: socket.socket | None = None
+
+    @property
+    def descriptors(self) -> list[int]:
+        """The descriptors for the guard, in the order in which it expects them."""
+        fds = [self.channel.fileno()]
+        if self.memory_fd is not None:
+            fds.append(self.memory_fd)
+        if self.listener is not None:
+            fds.append(self.listener.fileno())
+        return fds
+
+
+class GuardHandle:
+    """The owner's hold on one guard: its control socket, its pidfd, what it prints.
+
+    With a seat the channel of its rank is somebody else's, and `channels` is empty.
+    """
+
+    def __init__(self, spec: GroupSpec, method: StartMethod, seat: Seat | None = None) -> None:
         self.start_method = method
         self.host = socket.gethostname()
         self._owner_pid = os.getpid()
@@ -90,17 +115,17 @@ class GuardHandle:
         self._has_exited = False
         self._pid = 0
         with contextlib.ExitStack() as undo:
-            self._open(spec, undo)
+            self._open(spec, undo, seat)
             self._resources = undo.pop_all()
 
-    def _open(self, spec: GroupSpec, undo: contextlib.ExitStack) -> None:
-        setup = encode(Call(0, _setup(spec)))
+    def _open(self, spec: GroupSpec, undo: contextlib.ExitStack, seat: Seat | None) -> None:
+        setup = encode(Call(0, _setup(spec, seat)))
         self._selector = selectors.EpollSelector()
         undo.callback(self._selector.close)
         theirs: list[socket.socket] = []
         channels: list[socket.socket] = []
         with contextlib.ExitStack() as lent:
-            for _ in range(1 + spec.world_size):
+            for _ in range(1 if seat is not None else 1 + spec.world_size):
                 ours, other = descriptors.socket_pair()
                 lent.callback(other.close)
                 undo.callback(ours.close)
@@ -113,7 +138,8 @@ class GuardHandle:
             self._pidfd = _open_pidfd(self._pid)
             if self._pidfd is not None:
                 undo.callback(os.close, self._pidfd)
-            socket.send_fds(self.lifeline, [b"F"], [s.fileno() for s in theirs[1:]])
+            fds = [s.fileno() for s in theirs[1:]] if seat is None else seat.descriptors
+            socket.send_fds(self.lifeline, [b"F"], fds)
         self._control = Channel(self.lifeline)
         self._control.send(setup)
         self._watch()
@@ -273,7 +299,7 @@ class GuardHandle:
             self._reap()
 
 
-def _setup(spec: GroupSpec) -> Setup:
+def _setup(spec: GroupSpec, seat: Seat | None) -> Setup:
     return Setup(
         entry=spec.entry,
         configs=tuple(pickle.dumps(config, protocol=5) for config in spec.configs),
@@ -282,6 +308,7 @@ def _setup(spec: GroupSpec) -> Setup:
         shared_memory_bytes=spec.shared_memory_bytes,
         rendezvous=spec.rendezvous,
         python=spec.python,
+        membership=None if seat is None else seat.membership,
     )
 
 
