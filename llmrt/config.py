@@ -61,6 +61,7 @@ class EngineConfig:
     block_size: int = DEFAULT_BLOCK_SIZE
     prefix_caching: bool = True
     quantization: str | None = None
+    """`int8`, `int4`, or None: as the checkpoint stores them."""
     num_threads: int | None = None
     """Threads per rank on a CPU; None is the rank's share of the cores this process may use."""
     seed: int = 0
@@ -80,6 +81,8 @@ class EngineConfig:
                 _require_count(name, getattr(self, name))
         _require_choice("dtype", self.dtype, ("auto", "float32", "bfloat16", "float16"))
         _require_choice("start_method", self.start_method, ("auto", "fork", "spawn"))
+        if self.quantization is not None:
+            _require_choice("quantization", self.quantization, ("int8", "int4"))
         if isinstance(self.backend, str):
             _require_choice("backend", self.backend, ("auto", "mp", "ray", "inprocess"))
         if not 0 < self.gpu_memory_fraction <= 1:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
@@ -10,6 +11,7 @@ from dataclasses import dataclass, field
 
 from llmrt.messages import TokenLogprobs
 from llmrt.outputs import CompletionOutput, FinishReason, Increment, Logprob, RequestOutput
+from llmrt.ownership import check_owner
 from llmrt.scheduler.request import Request
 from llmrt.scheduler.updates import PromptLogprobsUpdate, SequenceFinished, TokenUpdate
 from llmrt.streams import StreamBuffer
@@ -23,6 +25,18 @@ class GenerationFuture(Future[RequestOutput]):
     def __init__(self, on_cancel: Callable[[], None]) -> None:
         super().__init__()
         self._on_cancel = on_cancel
+        self._owner_pid = os.getpid()
+
+    def result(self, timeout: float | None = None) -> RequestOutput:
+        """Wait for the output.
+
+        Raises:
+            TimeoutError: it took longer than *timeout* seconds.
+            EngineClosedError: this is a fork of the process that asked; also what else the request
+                ended with.
+        """
+        check_owner(self._owner_pid)
+        return super().result(timeout)
 
     def cancel(self) -> bool:
         """Abort the request; return False if it was over already."""

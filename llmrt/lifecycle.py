@@ -17,10 +17,11 @@ from enum import Enum
 from llmrt.checkpoint.resolve import resolve
 from llmrt.config import EngineConfig
 from llmrt.display.progress import Progress
-from llmrt.errors import EngineClosedError, EngineNotOpenError, LlmrtError
+from llmrt.errors import EngineNotOpenError, LlmrtError
 from llmrt.launch_plan import make_launch_plan
 from llmrt.opened import Opened
 from llmrt.outputs import CloseReport
+from llmrt.ownership import check_owner
 from llmrt.runtime.live_sessions import track
 from llmrt.session import Session
 from llmrt.tokenizer import Tokenizer
@@ -111,6 +112,7 @@ class Lifecycle:
         """End the session, also one that is starting; return how its workers ended."""
         self.check_owner()
         self._is_cancelled = True
+        self._is_opening = False  # which it is not for long, or was not for a Ctrl-C in `open()`
         try:
             return self._end_session(self._options.timeouts.close if timeout is None else timeout)
         except KeyboardInterrupt:
@@ -187,10 +189,5 @@ class Lifecycle:
 
     def check_owner(self) -> None:
         """Refuse what a fork of the owning process asks for."""
-        session = self.session
-        if session is not None and self.is_foreign:
-            raise EngineClosedError(
-                f"this engine belongs to process {session.owner_pid}; this is a fork of it "
-                f"(process {os.getpid()}), which can neither use nor close it. Open an engine of "
-                "its own here."
-            )
+        if self.session is not None:
+            check_owner(self.session.owner_pid)

@@ -133,8 +133,8 @@ class Session:
         self.error: LlmrtError | None = None
         """Why calls fail once the session has ended."""
         self.scheduler: Scheduler | None = None
-        self.upkeep: Upkeep | None = None
         self.backend = plan.backend
+        self.upkeep: Upkeep | None = None
         self._plan = plan
         self._timeouts = plan.timeouts
         self._on_phase = on_phase
@@ -402,7 +402,7 @@ class Session:
 
     def _begin_next(self) -> None:
         assert self.upkeep is not None
-        asked = self._calls[0]  # until it is done: a death that is noticed now ends it, too
+        asked = self._calls[0]  # until it is sent: a death that is noticed now ends it, too
         if isinstance(asked, Errand):
             self._run_errand(asked, self.upkeep)
         elif self.upkeep.is_asleep:
@@ -549,14 +549,14 @@ class _GroupSteps:
         return cast("BatchResult", self._group.wait(handle, self._step_timeout)[0])
 
 
-def _fail(future: Future[Any], error: LlmrtError) -> None:
-    with contextlib.suppress(InvalidStateError):  # its caller has left
-        future.set_exception(error)
-
-
 def _stack_of(thread: threading.Thread) -> str:
     frame = sys._current_frames().get(thread.ident or 0)  # pyright: ignore[reportPrivateUsage]
     return "".join(traceback.format_stack(frame)) if frame is not None else "(ended)"
+
+
+def _fail(future: Future[Any], error: LlmrtError) -> None:
+    with contextlib.suppress(InvalidStateError):
+        future.set_exception(error)
 
 
 def _as_error(update: SequenceFailed) -> LlmrtError:

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import threading
 import weakref
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass, field
 
 from llmrt.outputs import FinishReason, Increment, Logprob
+from llmrt.ownership import check_owner
 
 
 @dataclass(slots=True)
@@ -99,10 +101,12 @@ class _Reading:
     def __init__(self, buffer: StreamBuffer, abort: Callable[[], None], owner: object) -> None:
         self._buffer = buffer
         self._owner = owner  # an engine lives as long as somebody reads from it
+        self._owner_pid = os.getpid()
         self._finalizer = weakref.finalize(self, abort)
         self._finalizer.atexit = False
 
     def take(self) -> Increment | None:
+        check_owner(self._owner_pid)
         try:
             return self._buffer.take()
         except BaseException:

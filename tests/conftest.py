@@ -4,10 +4,11 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.support.kernel import jupyter_loop
 from tests.support.leaks import no_leaks
 from tests.support.tiny_model import other_tiny_model, tiny_model
 
-__all__ = ["other_tiny_model", "tiny_model"]
+__all__ = ["jupyter_loop", "other_tiny_model", "tiny_model"]
 
 
 @pytest.fixture(autouse=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import MutableMapping
 from dataclasses import dataclass, field
 
 from llmrt.runtime import ray_cluster
@@ -92,21 +91,7 @@ class _Keeper:
             after = dict(os.environ)
             self._may_end.wait()
             ray_cluster.shut_down()
-            _take_back(os.environ, before, after)
-
-
-def _take_back(
-    environ: MutableMapping[str, str], before: dict[str, str], after: dict[str, str]
-) -> None:
-    """Undo the changes between two states, where nobody has changed them again."""
-    for name in before.keys() | after.keys():
-        was, became = before.get(name), after.get(name)
-        if was == became or environ.get(name) != became:
-            continue
-        if was is None:
-            del environ[name]
-        else:
-            environ[name] = was
+            ray_cluster.take_back(before, after)
 
 
 OWN_RAY = OwnRay()

@@ -11,29 +11,25 @@ from __future__ import annotations
 
 import contextlib
 import os
-import selectors
 import socket
-import time
 from dataclasses import dataclass, field, replace
 from importlib import import_module
 from typing import Any
 
 from llmrt.config import Rendezvous
 from llmrt.runtime import shared_memory
-from llmrt.runtime.channel import Channel, Note, describe_error, encode
+from llmrt.runtime.channel import describe_error
 from llmrt.runtime.doorway import Address, connect
-from llmrt.runtime.events import Event, GuardExited, LaunchFailed, Membership, Shutdown
+from llmrt.runtime.events import LaunchFailed, Membership
 from llmrt.runtime.forwarded_environment import NO_DEVICES
 from llmrt.runtime.handshake import Purpose
 from llmrt.runtime.interpreter import python_command
 from llmrt.runtime.launchers.base import GroupSpec
 from llmrt.runtime.launchers.mp import GuardHandle, Seat
+from llmrt.runtime.ray_relay import Relay
 from llmrt.version import __version__
 
 _THREADS = "OMP_NUM_THREADS"
-_MAX_UNSENT_BYTES = 1 << 20
-_END_SECONDS = 10.0
-_FLUSH_SECONDS = 1.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -108,7 +104,7 @@ class RankActor:
         """Run a rank, to its end or the engine's."""
         with contextlib.ExitStack() as stack:
             control = stack.enter_context(_call_in(orders, Purpose.CONTROL))
-            relay = Relay(control)
+            relay = Relay(control, _raylet_pid())
             try:
                 channel = stack.enter_context(_call_in(orders, Purpose.CHANNEL))
                 spec = replace(orders.spec, env=self._environment(orders))
@@ -165,70 +161,10 @@ class RankActor:
             self._memory_fd = None
 
 
-class Relay:
-    """Carries a guard's events to the engine and its commands back, and ends when either does."""
-
-    def __init__(self, control: socket.socket) -> None:
-        self._control = Channel(control)
-        self._is_over = False
-
-    def say(self, event: Event) -> None:
-        """Send an event."""
-        self._control.send(encode(Note(0, event)))
-
-    def run(self, handle: GuardHandle) -> None:
-        """Carry until the guard is gone; where the engine is gone, end the guard."""
-        try:
-            with selectors.EpollSelector() as selector:
-                selector.register(self._control, selectors.EVENT_READ)
-                selector.register(handle.fileno(), selectors.EVENT_READ)
-                while not self._is_over and not self._control.is_at_end:
-                    self._turn(selector, handle)
-            if not self._is_over:
-                self._end(handle)
-        finally:
-            handle.release()
-        self.flush()
-
-    def _turn(self, selector: selectors.EpollSelector, handle: GuardHandle) -> None:
-        num_unsent = self._control.num_unsent_bytes
-        wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if num_unsent else 0)
-        selector.modify(self._control, wanted)
-        # A guard that is not read drops what its rank prints, and counts it.
-        selector.modify(
-            handle.fileno(), selectors.EVENT_READ if num_unsent < _MAX_UNSENT_BYTES else 0
-        )
-        ready = {key.fd for key, _ in selector.select()}
-        if self._control.fileno() in ready:
-            self._control.flush()
-            for frame in self._control.receive():
-                handle.tell(frame.body)
-        if handle.fileno() in ready:
-            self._pass_on(handle)
-
-    def _pass_on(self, handle: GuardHandle) -> None:
-        for event in handle.events():
-            self.say(event)
-            self._is_over = self._is_over or isinstance(event, GuardExited)
-
-    def _end(self, handle: GuardHandle) -> None:
-        """End the guard of an engine that is gone."""
-        handle.tell(Shutdown())
-        deadline = time.monotonic() + _END_SECONDS
-        with selectors.EpollSelector() as selector:
-            selector.register(handle.fileno(), selectors.EVENT_READ)
-            while not self._is_over and (left := deadline - time.monotonic()) > 0:
-                selector.select(left)
-                self._pass_on(handle)
-
-    def flush(self) -> None:
-        """Send what is left, for a moment."""
-        deadline = time.monotonic() + _FLUSH_SECONDS
-        with selectors.EpollSelector() as selector:
-            selector.register(self._control, selectors.EVENT_WRITE)
-            while self._control.num_unsent_bytes and (left := deadline - time.monotonic()) > 0:
-                selector.select(left)
-                self._control.flush()
+def _raylet_pid() -> int | None:
+    """Return the process that started this one for Ray."""
+    pid = os.environ.get("RAY_RAYLET_PID", "")
+    return int(pid) if pid.isdecimal() else None
 
 
 def _call_in(orders: Orders, purpose: Purpose) -> socket.socket:

@@ -12,6 +12,7 @@ import re
 import time
 from collections.abc import Mapping
 from importlib import import_module
+from importlib.util import find_spec
 from typing import Any
 
 from llmrt.errors import ConfigError
@@ -44,18 +45,19 @@ def check_installation() -> None:
         ConfigError: it is not there, or of another version, or only called so.
     """
     wanted = f"ray>={_dotted(OLDEST)},<{_dotted(BEFORE)}"
+    before = dict(os.environ)
     try:
         ray = _ray()
-        found = str(ray.__version__)
-        import_module("ray._raylet")
     except ImportError as error:
         raise ConfigError(f'backend="ray" needs {wanted}: {_INSTALL} ({error}).') from error
-    except AttributeError as error:
+    found = getattr(ray, "__version__", None)
+    if found is None or find_spec("ray._raylet") is None:
         where = getattr(ray, "__file__", None) or next(iter(getattr(ray, "__path__", ["?"])))
         raise ConfigError(
             f"What Python imports as `ray` is not Ray but {where}; rename that, and {_INSTALL}."
-        ) from error
-    numbers = tuple(int(part) for part in re.findall(r"\d+", found)[:2])
+        )
+    take_back(before, dict(os.environ))  # Ray sets a variable when it is imported
+    numbers = tuple(int(part) for part in re.findall(r"\d+", str(found))[:2])
     if not OLDEST <= numbers < BEFORE:
         raise ConfigError(f'backend="ray" works with {wanted}; found {found}.')
 
@@ -91,8 +93,8 @@ def is_initialized() -> bool:
 
 
 def start() -> None:
-    """Join the cluster that this machine belongs to, or start one."""
-    _ray().init(log_to_driver=False, configure_logging=False)
+    """Join the cluster that the environment names or this machine belongs to, or start one."""
+    _ray().init(log_to_driver=False, configure_logging=False, include_dashboard=False)
 
 
 def shut_down() -> None:
@@ -110,6 +112,18 @@ def is_used_by_others() -> bool:
     return any(group["state"] != "REMOVED" for group in groups) or any(
         actor["State"] != "DEAD" for actor in actors
     )
+
+
+def take_back(before: Mapping[str, str], after: Mapping[str, str]) -> None:
+    """Undo the changes of the environment from one state to another, but for later changes."""
+    for name in before.keys() | after.keys():
+        was, became = before.get(name), after.get(name)
+        if was == became or os.environ.get(name) != became:
+            continue
+        if was is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = was
 
 
 # ---- nodes ----
@@ -160,8 +174,8 @@ def num_assigned(resource: str) -> float:
 
 def is_set_by_runtime_env(name: str) -> bool:
     """Return whether the user's runtime_env sets an environment variable for this process."""
-    variables = _ray().get_runtime_context().runtime_env.get("env_vars") or {}
-    return name in variables
+    variables: dict[str, str] | None = _ray().get_runtime_context().runtime_env.get("env_vars")
+    return name in (variables or {})
 
 
 # ---- placement groups ----

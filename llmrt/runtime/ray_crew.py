@@ -13,7 +13,6 @@ import contextlib
 import select
 import socket
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from importlib import import_module
@@ -21,21 +20,20 @@ from typing import Any
 
 from llmrt.config import Rendezvous, Timeouts
 from llmrt.errors import RankFailure
-from llmrt.runtime import descriptors, placement, ray_cluster
+from llmrt.runtime import placement, ray_actors, ray_cluster
 from llmrt.runtime.doorway import Doorway
-from llmrt.runtime.events import Event, LaunchFailed, Phase
+from llmrt.runtime.events import LaunchFailed, Phase
 from llmrt.runtime.handshake import new_secret
 from llmrt.runtime.launchers.base import GroupSpec
 from llmrt.runtime.own_ray import OwnRay
 from llmrt.runtime.placement import Bundle, PlacementError
-from llmrt.runtime.ray_actor import Orders, RankActor, SharedFile, Whereabouts
+from llmrt.runtime.ray_actor import Orders, SharedFile, Whereabouts
+from llmrt.runtime.ray_inbox import ActorLost, ActorPlaced, News
 from llmrt.version import __version__
 
 _SLICE_SECONDS = 0.2
 _SHARE_OF_PATIENCE = 0.8
 """How much of the time without progress goes by before Ray's part is given up, with its reason."""
-_KILL_SECONDS = 5.0
-_ANSWER_SECONDS = 20.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,63 +45,6 @@ class RayRequest:
     device: str = "auto"
     num_cpus: float = 1.0
     """Of every rank, in a group of our own."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ActorPlaced:
-    """Ray has started an actor for a rank."""
-
-    rank: int
-    address: str
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ActorLost:
-    """Ray says that an actor has ended, and why."""
-
-    rank: int
-    cause: str
-
-
-News = Event | Doorway | ActorPlaced | ActorLost
-
-
-class Inbox:
-    """What other threads have to say to the engine's; its descriptor is readable while there is."""
-
-    def __init__(self) -> None:
-        self._news: deque[News] = deque()
-        self._bell, self._button = descriptors.socket_pair()
-        for sock in (self._bell, self._button):
-            sock.setblocking(False)
-
-    def fileno(self) -> int:
-        """Return the descriptor to select on."""
-        return self._bell.fileno()
-
-    def post(self, news: News) -> None:
-        """Leave a message. Any thread, also after the end."""
-        self._news.append(news)
-        self.ring()
-
-    def ring(self) -> None:
-        """Have `take` called."""
-        with contextlib.suppress(OSError):  # full, so it rings; or closed, so nobody listens
-            self._button.send(b"\0", socket.MSG_NOSIGNAL)
-
-    def take(self) -> list[News]:
-        """Return the messages so far."""
-        with contextlib.suppress(BlockingIOError):
-            self._bell.recv(4096)
-        news: list[News] = []
-        while self._news:
-            news.append(self._news.popleft())
-        return news
-
-    def close(self) -> None:
-        """Release the descriptors."""
-        self._bell.close()
-        self._button.close()
 
 
 class _Released(Exception):  # noqa: N818 - nothing is wrong: the engine lets go
@@ -199,8 +140,8 @@ class Crew:
         else:
             bundles, group = self._find_bundles(own_node, undo)
         self._say("starting actors")
-        actors = [self._create_actor(group, bundle) for bundle in bundles]
-        undo.callback(_kill, actors)
+        actors = [ray_actors.create(group, bundle, on_gpu=self._needs_gpu) for bundle in bundles]
+        undo.callback(ray_actors.kill, actors)
         return bundles, actors
 
     def _find_bundles(
@@ -248,24 +189,6 @@ class Crew:
             num_gpus=resources.get("GPU", 0.0),
         )
 
-    def _create_actor(self, group: Any | None, bundle: Bundle) -> Any:
-        strategy: Any = "DEFAULT"
-        if group is not None:
-            strategies = import_module("ray.util.scheduling_strategies")
-            strategy = strategies.PlacementGroupSchedulingStrategy(
-                placement_group=group,
-                placement_group_bundle_index=bundle.index,
-                placement_group_capture_child_tasks=False,
-            )
-        options: dict[str, Any] = {
-            "num_cpus": bundle.num_cpus,
-            "num_gpus": min(1.0, bundle.num_gpus) if self._needs_gpu else 0,
-            "max_restarts": 0,
-            "max_task_retries": 0,
-            "scheduling_strategy": strategy,
-        }
-        return import_module("ray").remote(RankActor).options(**options).remote()
-
     def _in_order(
         self, bundles: Sequence[Bundle], actors: Sequence[Any], own_node: str
     ) -> list[_Member]:
@@ -286,12 +209,14 @@ class Crew:
 
         def is_done(seconds: float) -> bool:
             done, _ = ray.wait(refs, num_returns=len(refs), timeout=seconds)
-            if any_failed := [ref for ref in done if _error_of(ref) is not None]:
-                raise PlacementError(f"{what} failed: {_cause(_error_of(any_failed[0]))}")
+            if any_failed := [ref for ref in done if ray_actors.error_of(ref) is not None]:
+                raise PlacementError(
+                    f"{what} failed: {ray_actors.describe(ray_actors.error_of(any_failed[0]))}"
+                )
             return len(done) == len(refs)
 
         self._until(is_done, self._describe_shortage)
-        return list(ray.get(refs, timeout=_ANSWER_SECONDS))
+        return list(ray.get(refs, timeout=ray_actors.ANSWER_SECONDS))
 
     # ---- orders ----
 
@@ -346,32 +271,9 @@ class Crew:
         def note_end(future: Any) -> None:
             error = future.exception()
             if error is not None:
-                post(ActorLost(rank=rank, cause=_cause(error)))
+                post(ActorLost(rank=rank, cause=ray_actors.describe(error)))
 
         ref.future().add_done_callback(note_end)
-
-
-def _kill(actors: Sequence[Any]) -> None:
-    """Kill actors and wait until Ray says that they are dead."""
-    ray = import_module("ray")
-    for actor in actors:
-        ray.kill(actor, no_restart=True)
-    refs = [actor.where.remote() for actor in actors]
-    ray.wait(refs, num_returns=len(refs), timeout=_KILL_SECONDS)
-
-
-def _error_of(ref: Any) -> BaseException | None:
-    try:
-        import_module("ray").get(ref, timeout=_ANSWER_SECONDS)
-    except Exception as error:
-        return error
-    return None
-
-
-def _cause(error: BaseException | None) -> str:
-    """Return what Ray says of an end, as one line."""
-    lines = [line.strip() for line in str(error).splitlines() if not line.startswith("\t")]
-    return f"Ray says ({type(error).__name__}): {' '.join(filter(None, lines))}"
 
 
 def _check_version(where: Whereabouts) -> None:

@@ -48,13 +48,7 @@ class StepPlan:
         """Run the next *num_tokens* of *sequence*; sample if they are all that it has."""
         start = sequence.num_computed_tokens
         samples = is_last_chunk and sequence.max_output_tokens > 0
-        item = ScheduledSequence(
-            seq_id=sequence.seq_id,
-            start=start,
-            num_tokens=num_tokens,
-            new_block_ids=new_block_ids,
-            samples=samples,
-        )
+        item = ScheduledSequence(sequence.seq_id, start, num_tokens, new_block_ids, samples)
         (self.decodes if samples and num_tokens == 1 else self.prefills).append(item)
         sequence.num_computed_tokens = start + num_tokens
         sequence.num_steps_in_flight += 1

@@ -20,10 +20,13 @@ DEFAULT_CPU_CACHE_LIMIT = 4 * GIB
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Placement:
-    """Where the tensors of a rank live, and their floating-point type."""
+    """Where the tensors of a rank live, and their types."""
 
     device: torch.device
     dtype: torch.dtype
+    """Of activations, and of weights that are not quantised."""
+    quantization: str | None = None
+    """`int8` or `int4`: how the layers' matrices are kept; None as the checkpoint has them."""
 
 
 def place(
@@ -38,7 +41,7 @@ def place(
         device = _device(config.device, rank, world_size)
     else:  # whoever placed this rank gave it devices of its own
         device = _device(config.device, device_index, device_index + 1)
-    return Placement(device=device, dtype=_dtype(config, device))
+    return Placement(device=device, dtype=_dtype(config, device), quantization=config.quantization)
 
 
 def _device(asked: str, index: int, num_needed: int) -> torch.device:

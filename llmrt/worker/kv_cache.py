@@ -7,13 +7,14 @@ kv_2KNBD, the K key heads first, then the K value heads:
     head 1      block 0              │ …
 
 A block of one head is contiguous, so a context is gathered in few long copies, and comes out as
-(head, token, D), which is what attention multiplies with.
+(sequence, head, token, D), which is what attention multiplies with.
 """
 
 from __future__ import annotations
 
 import math
 import mmap
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -50,11 +51,23 @@ class KVCache:
         """
         self._layers[layer].flatten(1, 2).index_copy_(1, slots_T, kv_THD.transpose(0, 1))
 
-    def gather(self, layer: int, block_ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Return keys_KSD and values_KSD of the tokens S of these blocks, in the order given."""
-        blocks = self._layers[layer].index_select(1, block_ids).flatten(1, 2)
-        keys_KSD, values_KSD = blocks.split(self._num_kv_heads)
-        return keys_KSD, values_KSD
+    def places(self, tables: Sequence[Sequence[int]]) -> Tensor:
+        """Return where the blocks of some sequences lie, for `gather`: the same in every layer.
+
+        Args:
+            tables: the block table of each sequence; all of one length.
+        """
+        table_N1M = torch.tensor(tables, device=self._layers[0].device)[:, None]
+        head_21K1 = torch.arange(2 * self._num_kv_heads, device=table_N1M.device)
+        head_21K1 = head_21K1.view(2, 1, self._num_kv_heads, 1)
+        return (head_21K1 * self.num_blocks + table_N1M).flatten()
+
+    def gather(self, layer: int, places: Tensor, num_sequences: int) -> tuple[Tensor, Tensor]:
+        """Return keys_NKSD and values_NKSD of these sequences, each in one piece."""
+        blocks = self._layers[layer].flatten(0, 1).index_select(0, places)
+        shape = (2, num_sequences, self._num_kv_heads, -1, blocks.shape[-1])
+        keys_NKSD, values_NKSD = blocks.view(shape)
+        return keys_NKSD, values_NKSD
 
 
 def _zeros(shape: tuple[int, ...], placement: Placement) -> Tensor:

@@ -169,9 +169,11 @@ class ModelRunner:
         if not batch.scheduled:
             return BatchResult(step=batch.step)
         inputs = self._inputs.build(batch.scheduled, self._sequences)
-        x_TD = self.model(inputs.input_ids_T, inputs.positions_T, inputs.attention)
-        scores = [p for rows in inputs.prompt_rows for p in self._score(x_TD, rows)]
-        sampled = self._sample(x_TD, inputs)
+        x_UD = self.model(
+            inputs.input_ids_T, inputs.positions_T, inputs.attention, inputs.used_rows_U
+        )
+        scores = [p for rows in inputs.prompt_rows for p in self._score(x_UD, rows)]
+        sampled = self._sample(x_UD, inputs)
         return BatchResult(
             step=batch.step,
             tokens=sampled.tokens if sampled is not None else (),
@@ -191,11 +193,12 @@ class ModelRunner:
         for scheduled in batch.scheduled:
             self._sequences[scheduled.seq_id].block_ids.extend(scheduled.new_block_ids)
 
-    def _sample(self, x_TD: Tensor, inputs: StepInputs) -> SampledTokens | None:
+    def _sample(self, x_UD: Tensor, inputs: StepInputs) -> SampledTokens | None:
         """Sample on rank 0, and append the tokens on every rank."""
         if not inputs.sampling:
             return None
-        logits_RV = self.model.logits(x_TD[inputs.sampling_rows_R])
+        x_RD = x_UD[inputs.sampling_rows_R] if inputs.used_rows_U is None else x_UD
+        logits_RV = self.model.logits(x_RD)
         sampled = None
         token_ids_R = torch.zeros_like(inputs.sampling_rows_R)
         if logits_RV is not None:

@@ -29,6 +29,7 @@ from llmrt.model_config import check_tp
 from llmrt.worker import shard
 from llmrt.worker.device import Placement, cache_bytes, place
 from llmrt.worker.function_calls import call_function
+from llmrt.worker.matrices.kernels import can_multiply_int4, can_multiply_int8
 from llmrt.worker.model_runner import ModelRunner
 from llmrt.worker.models.decoder import Decoder
 from llmrt.worker.sampler import Sampler
@@ -100,20 +101,25 @@ class Worker:
         return Stopped(rank=self.rank, group_destroyed=is_destroyed)
 
     def _load(self) -> LoadReport:
-        self._check_options()
+        check_tp(self._config.model, self.world_size)
         self._set_num_threads()
         placement = place(self._config, self.rank, self.world_size, self._context.device_index)
+        self._check_quantization(placement)
         self.device, self._placement = placement.device, placement
         self._context.report("joining group")
         self._group = join_group(self._context, placement.device)
         self._load_model(self._group, placement)
         return self._load_report(placement)
 
-    def _check_options(self) -> None:
-        check_tp(self._config.model, self.world_size)
-        if self._config.quantization is not None:
+    def _check_quantization(self, placement: Placement) -> None:
+        kind = self._config.quantization
+        is_possible = {None: True, "int4": can_multiply_int4, "int8": can_multiply_int8}[kind]
+        if callable(is_possible) and not is_possible(placement):
             raise ConfigError(
-                f"quantization={self._config.quantization!r} is not available; leave it None."
+                f"quantization={kind!r} runs on a CPU in dtype='bfloat16', with kernels that this "
+                f"torch ({torch.__version__}) may lack; here it would run on {placement.device} in "
+                f"{str(placement.dtype).removeprefix('torch.')}. Pass dtype='bfloat16', or leave "
+                "quantization None."
             )
 
     def _set_num_threads(self) -> None:

@@ -95,16 +95,24 @@ def compute():
     a = torch.ones(300, 300)
     while not done.is_set():
         a = (a @ a).exp().clamp(max=1.0)
-threading.Thread(target=compute, daemon=True).start()
+computing = threading.Thread(target=compute)
+computing.start()
 methods = Counter()
-for number in range(int(sys.argv[1])):
+
+def open_and_close(number):
     # Each with a history of its own: otherwise the first fall-back is the last fork.
     group = new_group(method="fork", launcher=MpLauncher(ForkHistory()))
     group.start()
     assert group.call(Echo(value=number), 20) == [number] * 2
     methods[group.start_method.name] += 1
     assert [w.ended_by for w in group.close().workers] == ["asked"] * 2
-done.set()
+
+try:
+    for number in range(int(sys.argv[1])):
+        open_and_close(number)
+finally:
+    done.set()
+    computing.join()
 print(json.dumps(methods))
 """
 

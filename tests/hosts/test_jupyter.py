@@ -13,23 +13,15 @@ from tests.hosts.workplace import BEGINNING, OPEN_AND_USE, Workplace
 from tests.support.kernel import Kernel, open_kernel
 from tests.support.leaks import wait_until_gone
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("jupyter_loop")]
 
 LONG = "SamplingParams(temperature=0, max_tokens=500, ignore_eos=True)"
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _loop_of_jupyter_client() -> Iterator[None]:
-    """Make the event loop that jupyter_client keeps for its thread, and close it in the end."""
-    from jupyter_core.utils import ensure_event_loop
-
-    loop = ensure_event_loop()
-    yield
-    loop.close()
-
-
 @pytest.fixture(scope="module")
-def shared_kernel(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Iterator[Kernel]:
+def shared_kernel(
+    tmp_path_factory: pytest.TempPathFactory, tiny_model: Path, jupyter_loop: None
+) -> Iterator[Kernel]:
     workplace = Workplace(tmp_path_factory.mktemp("kernel"), tiny_model, [])
     with open_kernel(workplace.directory, workplace.environ) as kernel:
         assert kernel.run(BEGINNING).status == "ok"

@@ -17,7 +17,6 @@ import psutil
 from llmrt import Engine, SamplingParams
 
 MODEL = os.environ["HOSTS_MODEL"]
-HAD_TORCH = "torch" in sys.modules
 TYPED_HERE = "known in the user's program alone"
 
 
@@ -68,3 +67,4 @@ def finish(facts: dict) -> None:
 
 
 BEFORE = things_of_this_process()
+HAD_TORCH = "torch" in sys.modules

@@ -158,9 +158,15 @@ def test_close_of_a_dead_engine_is_quick_and_raises_nothing(make_engine: MakeEng
 
 def test_an_exception_in_the_block_is_the_one_that_is_seen(make_engine: MakeEngine) -> None:
     llm = make_engine()
-    with pytest.raises(LookupError, match="the user's own"), llm:
-        pids = pids_of(llm)
-        raise LookupError("the user's own")
+    pids: list[int] = []
+
+    def work() -> None:
+        with llm:
+            pids.extend(pids_of(llm))
+            raise LookupError("the user's own")
+
+    with pytest.raises(LookupError, match="the user's own"):
+        work()
     assert not any(map(is_running, pids))
 
 

@@ -34,10 +34,14 @@ def ctrl_c(
             os.kill(os.getpid(), signal.SIGINT)
 
     thread = threading.Thread(target=press)
-    with pytest.raises(KeyboardInterrupt) as caught:
+
+    def be_interrupted() -> None:
         thread.start()
         work()
         threading.Event().wait(60)  # the work was quicker than the fingers
+
+    with pytest.raises(KeyboardInterrupt) as caught:
+        be_interrupted()
     back_at = time.monotonic()
     thread.join()
     assert back_at - sent_at[0] < LIMIT

@@ -12,14 +12,13 @@ from typing import Any
 import pytest
 
 import llmrt
-from llmrt import Engine
+from llmrt import Engine, EngineState
 from tests.lifecycle.conftest import QUICK, SHORT, assert_gone, pids_of
 from tests.support.leaks import Snapshot
 from tests.support.rigged import Rigged
 
 ROOT = Path(llmrt.__file__).parent
 WATCHED = {str(ROOT / f"{name}.py") for name in ("engine", "lifecycle", "session")}
-WATCHED.add(threading.__file__)
 LEFT_TO_THE_USER = {"__enter__", "__exit__", "open", "close"}
 """Where Ctrl-C may come before anything could be done about it, as in any context manager."""
 
@@ -48,6 +47,22 @@ class Interrupter:
                 self.where = f"{frame.f_code.co_name}:{frame.f_lineno}"
                 raise KeyboardInterrupt
         return self._on_line
+
+
+class InterruptingThreadStart:
+    """Raises KeyboardInterrupt where this thread waits for a new thread to begin."""
+
+    def __enter__(self) -> None:
+        sys.settrace(self._on_call)
+
+    def __exit__(self, *_: object) -> None:
+        sys.settrace(None)
+
+    def _on_call(self, frame: FrameType, event: str, arg: Any) -> None:
+        code, caller = frame.f_code, frame.f_back
+        is_wait = code.co_filename == threading.__file__ and code.co_name == "wait"
+        if is_wait and caller is not None and caller.f_code.co_name == "start":
+            raise KeyboardInterrupt
 
 
 def one_life(model: Path, n: int) -> tuple[str, bool]:
@@ -89,6 +104,15 @@ def test_an_interrupt_at_some_lines_leaves_an_engine_that_opens_again(tiny_model
 @pytest.mark.timeout(900)
 def test_an_interrupt_at_any_line_leaves_an_engine_that_opens_again(tiny_model: Path) -> None:
     lives(tiny_model, stride=1)
+
+
+def test_an_interrupt_while_the_engines_thread_starts_leaves_nothing(tiny_model: Path) -> None:
+    llm = Engine(tiny_model, tp=2, backend=Rigged(), timeouts=QUICK)
+    with pytest.raises(KeyboardInterrupt), InterruptingThreadStart():
+        llm.open()
+    assert llm.state is EngineState.CLOSED
+    with llm:
+        assert llm.generate("a", SHORT)
 
 
 def test_an_engine_whose_close_was_interrupted_and_that_was_dropped_leaves_nothing(

@@ -1,4 +1,4 @@
-"""Ctrl-C typed at a terminal goes to every process of the foreground; only the user's own sees it."""
+"""Ctrl-C typed at a terminal goes to all of its foreground; only the user's own process sees it."""
 
 from __future__ import annotations
 

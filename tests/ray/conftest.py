@@ -18,6 +18,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if "tests/ray/" in item.nodeid:
             item.add_marker(pytest.mark.ray)
+            item.add_marker(pytest.mark.slow)
 
 
 @pytest.fixture(scope="session")

@@ -11,7 +11,7 @@ import pytest
 
 from tests.support import ray_scenarios as scenarios
 from tests.support.leaks import wait_until_gone
-from tests.support.ray_driver import INIT, DriverFailed, RayDriver
+from tests.support.ray_driver import INIT, DriverError, RayDriver
 
 MakeDriver = Callable[..., RayDriver]
 
@@ -48,7 +48,7 @@ def test_the_end_of_the_cluster_is_the_end_of_the_engine_in_time(make_driver: Ma
     def scenario() -> tuple[Any, ...]:
         import time
 
-        import psutil
+        from ray._private import worker as ray_worker
 
         from llmrt.errors import WorkerDiedError
         from tests.support.fake_workers import Misbehave
@@ -57,21 +57,20 @@ def test_the_end_of_the_cluster_is_the_end_of_the_engine_in_time(make_driver: Ma
         group.start()
         pids = [worker.pid for worker in group.workers]
         call = group.submit(Misbehave(fault="hang"))
-        for process in psutil.Process().children(recursive=True):
-            if process.name() in ("raylet", "gcs_server"):
-                process.kill()
         started_at = time.monotonic()
+        ray_worker._global_node.kill_all_processes(check_alive=False, allow_graceful=False)
         try:
             group.wait(call, 30)
-        except WorkerDiedError:
-            died_after = time.monotonic() - started_at
+        except WorkerDiedError as error:
+            died_after, message = time.monotonic() - started_at, str(error)
         group.close()
-        return died_after, time.monotonic() - started_at, pids
+        return died_after, time.monotonic() - started_at, pids, message
 
     driver = make_driver()
     driver.init(num_cpus=2)
-    died_after, closed_after, pids = driver.run(scenario)
+    died_after, closed_after, pids, message = driver.run(scenario)
     assert died_after < 10
+    assert "raylet" in message or "Ray says" in message
     assert closed_after < 45
     assert wait_until_gone(pids, 10) < 5
     driver.process.send_signal(signal.SIGKILL)  # Ray would wait for its cluster
@@ -109,6 +108,25 @@ def test_a_ray_that_nobody_started_is_started_counted_and_shut_down(
     assert facts["unchanged"]
 
 
+def test_a_cluster_that_the_environment_names_is_joined(
+    driver: RayDriver, make_driver: MakeDriver
+) -> None:
+    def address() -> str:
+        import ray
+
+        return ray.get_runtime_context().gcs_address
+
+    def scenario() -> tuple[str, bool]:
+        import ray
+
+        with scenarios.ray_group(2):
+            found = ray.get_runtime_context().gcs_address
+        return found, ray.is_initialized()
+
+    theirs = driver.run(address)
+    assert make_driver(RAY_ADDRESS=theirs).run(scenario) == (theirs, False)
+
+
 def test_a_ray_of_ours_that_somebody_uses_is_left_running(make_driver: MakeDriver) -> None:
     def scenario() -> bool:
         import ray
@@ -132,7 +150,7 @@ def test_a_client_of_ray_is_refused_before_anything_starts(
         Engine(tiny_model, backend="ray").open()
 
     driver = make_driver(RAY_ADDRESS="ray://127.0.0.1:10001")
-    with pytest.raises(DriverFailed, match="outside the cluster"):
+    with pytest.raises(DriverError, match="outside the cluster"):
         driver.run(scenario)
 
 
@@ -152,5 +170,5 @@ def test_a_worker_that_ray_kills_for_memory_is_said_to_be(make_driver: MakeDrive
         return "it went on"
 
     driver = make_driver(RAY_memory_monitor_refresh_ms="100", RAY_memory_usage_threshold="0.01")
-    driver.run(scenarios.init_ray, {**INIT, "num_cpus": 2, "_temp_dir": driver.directory})
+    driver.run(scenarios.init_ray, {**INIT, "num_cpus": 2})
     assert "OutOfMemoryError" in driver.run(scenario)

@@ -327,6 +327,20 @@ def test_a_hung_rank_says_where_it_is(driver: RayDriver) -> None:
     assert "fault_hang" in stacks[1]
 
 
+def test_a_rank_that_prints_without_end_blocks_nobody(driver: RayDriver) -> None:
+    def scenario() -> int:
+        from tests.support.fake_workers import Misbehave
+
+        with scenarios.ray_group(1) as group:
+            group.call(Misbehave(fault="print", argument=30_000), 30)
+            while "the end" not in group.heard.text("stdout"):  # the driver's time limit ends it
+                group.poll(0.05)
+            dropped = sum(output.num_dropped_lines for output in group.heard.output)
+            return dropped + group.heard.text("stdout").count("\n")
+
+    assert driver.run(scenario) == 30_001
+
+
 def test_ranks_that_ignore_everything_are_killed_in_time(driver: RayDriver) -> None:
     def scenario() -> tuple[list[str], float]:
         from tests.support.fake_workers import Misbehave

@@ -19,7 +19,7 @@ def two_nodes() -> Iterator[RayDriver]:
     """A driver on the first of two nodes; `cluster_of` there gives the cluster."""
     driver = RayDriver()
     try:
-        driver.run(scenarios.start_two_nodes, HEAD, OTHER, driver.directory, timeout=110)
+        driver.run(scenarios.start_two_nodes, HEAD, OTHER, timeout=110)
         yield driver
     finally:
         driver.close()

@@ -1,4 +1,4 @@
-"""What `observe` sees and `choose_start_method` picks in the real hosts that users work in."""
+"""What start methods come to in the real hosts that users work in, with workers without torch."""
 
 from __future__ import annotations
 
@@ -6,30 +6,60 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.support.kernel import open_kernel
 from tests.support.terminal import open_terminal
 
+ROOT = Path(__file__).parents[2]
 PROBE = """
 import json, os, sys
+sys.path.append(os.environ["PROBE_ROOT"])
+from llmrt.by_value import dumps_call
+from llmrt.config import Timeouts
 from llmrt.runtime.environment import choose_start_method
+from llmrt.runtime.interpreter import python_command
+from llmrt.runtime.launchers.base import GroupSpec
+from llmrt.runtime.launchers.mp import MpLauncher
 from llmrt.runtime.observe import observe
+from llmrt.runtime.worker_group import WorkerGroup
+from tests.support.fake_workers import Ask, FakeConfig
+
+HERE = "known in this program alone"
+
+def say_where(rank):
+    return [rank, HERE]
 
 def look():
     imported = set(sys.modules)
     environment = observe()
-    added = sorted(set(sys.modules) - imported)
-    method = choose_start_method(environment)
-    seen = {"host": environment.host.name, "method": method.name, "imported": added}
-    with open(os.environ["PROBE_FILE"], "w") as file:
-        json.dump(seen, file)
+    seen = {"host": environment.host.name, "imported": sorted(set(sys.modules) - imported)}
+    for requested in ("auto", "fork", "spawn"):
+        seen[requested] = use_a_group(choose_start_method(environment, requested))
+    with open(os.environ["PROBE_FILE"], "a") as file:
+        file.write(json.dumps(seen) + chr(10))
+
+def use_a_group(method):
+    spec = GroupSpec(
+        entry="tests.support.fake_workers:FakeWorker",
+        configs=(FakeConfig(),) * 2,
+        start_method=method,
+        python=python_command(),
+    )
+    def ignore(*facts):
+        pass
+    group = WorkerGroup(spec, MpLauncher(), Timeouts(), on_output=ignore, on_phase=ignore)
+    group.start()
+    answers = group.call(Ask(what="result", arguments=(dumps_call(say_where),)), 20)
+    report = group.close()
+    return [group.start_method.name, answers, [worker.ended_by for worker in report.workers]]
 """
 LOOK = PROBE + "\nlook()\n"
+HERE = "known in this program alone"
 INTERACTIVE = {"JUPYTER", "IPYTHON", "PYTHON_I", "REPL"}
 
 
@@ -37,6 +67,7 @@ INTERACTIVE = {"JUPYTER", "IPYTHON", "PYTHON_I", "REPL"}
 def seen_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     path = tmp_path / "seen.json"
     monkeypatch.setenv("PROBE_FILE", str(path))
+    monkeypatch.setenv("PROBE_ROOT", str(ROOT))
     monkeypatch.delenv("LLMRT_WORKER_MULTIPROC_METHOD", raising=False)
     (tmp_path / "probe.py").write_text(LOOK)
     (tmp_path / "package").mkdir()
@@ -47,9 +78,15 @@ def seen_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def assert_seen(seen_file: Path, host: str) -> None:
-    method = "fork" if host in INTERACTIVE else "spawn"
-    seen = json.loads(seen_file.read_text())
-    assert seen == {"host": host, "method": method, "imported": []}
+    """Check that it ran once, and what each start method came to there."""
+    answers = [[[0, HERE], [1, HERE]], ["asked", "asked"]]
+    assert json.loads(seen_file.read_text()) == {
+        "host": host,
+        "imported": [],
+        "auto": ["fork" if host in INTERACTIVE else "spawn", *answers],
+        "fork": ["fork", *answers],
+        "spawn": ["spawn", *answers],
+    }
 
 
 def run(arguments: Sequence[str], cwd: Path, **options: Any) -> None:
@@ -166,29 +203,12 @@ def test_ipython_at_a_terminal(
     assert_seen(seen_file, "IPYTHON")
 
 
-@contextmanager
-def kernel(cwd: Path) -> Iterator[Any]:
-    from jupyter_client.manager import KernelManager
-
-    manager = KernelManager()
-    manager.start_kernel(cwd=str(cwd))
-    client = manager.blocking_client()
-    client.start_channels(hb=False)
-    try:
-        client.wait_for_ready(timeout=60)
-        yield client
-    finally:
-        client.stop_channels()
-        manager.shutdown_kernel(now=True)
-        manager.context.destroy(linger=0)
-
-
 @pytest.mark.parametrize("cell", ["exec(open('probe.py').read())", "%run probe.py"])
 @pytest.mark.slow
+@pytest.mark.usefixtures("jupyter_loop")
 def test_a_jupyter_kernel(cell: str, seen_file: Path) -> None:
-    with kernel(seen_file.parent) as client:
-        reply = client.execute_interactive(cell, timeout=60)
-    assert reply["content"]["status"] == "ok"
+    with open_kernel(seen_file.parent, os.environ) as kernel:
+        assert kernel.run(cell).status == "ok"
     assert_seen(seen_file, "JUPYTER")
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from tqdm import tqdm
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.models.llama import LlamaConfig
 from transformers.models.mistral import MistralConfig
@@ -16,6 +17,8 @@ from transformers.models.qwen3 import Qwen3Config
 
 from llmrt.model_config import ModelConfig
 from tests.support.dict_reader import DictReader
+
+tqdm.monitor_interval = 0  # its monitor thread would stay, and count as left by a test
 
 _SIZES = {
     "vocab_size": 320,

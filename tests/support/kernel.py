@@ -10,6 +10,8 @@ from pathlib import Path
 from queue import Empty
 from typing import Any
 
+import pytest
+
 
 @dataclass
 class Cell:
@@ -101,6 +103,16 @@ class Kernel:
         if kind == "status" and content["execution_state"] == "idle":
             cell.status = "error" if cell.error else "ok"
         cell.add(kind, content)
+
+
+@pytest.fixture(scope="session")
+def jupyter_loop() -> Iterator[None]:
+    """Make the event loop that jupyter_client keeps for its thread; no test leaves it behind."""
+    from jupyter_core.utils import ensure_event_loop
+
+    loop = ensure_event_loop()
+    yield
+    loop.close()
 
 
 @contextmanager

@@ -42,7 +42,7 @@ class Program:
         python: tuple[str, ...] = (),
         before: str = "",
         env: Mapping[str, str] | None = None,
-        **popen: Any,
+        stdin: int = subprocess.DEVNULL,
     ) -> None:
         path = directory / "program.py"
         prelude = PRELUDE.format(model=str(model))
@@ -50,13 +50,12 @@ class Program:
         self._stderr = (directory / "stderr.txt").open("w+")
         self.process = subprocess.Popen(
             [sys.executable, *python, str(path)],
-            stdin=subprocess.DEVNULL,
+            stdin=stdin,
             stdout=subprocess.PIPE,
             stderr=self._stderr,
             text=True,
             cwd=ROOT,
             env={**os.environ, "PYTHONPATH": str(ROOT), **(env or {})},
-            **popen,
         )
         self.facts: dict[str, Any] = {}
 
@@ -78,6 +77,12 @@ class Program:
     def descendants(self) -> list[int]:
         """Return the pids of everything it has started."""
         return [p.pid for p in psutil.Process(self.process.pid).children(recursive=True)]
+
+    def type(self, line: str) -> None:
+        """Write a line to its stdin, which must be a pipe."""
+        assert self.process.stdin is not None
+        self.process.stdin.write(line + "\n")
+        self.process.stdin.flush()
 
     def send(self, signum: signal.Signals) -> None:
         self.process.send_signal(signum)
@@ -113,4 +118,6 @@ class Program:
         self.process.kill()
         self.process.wait()
         self.process.stdout.close()
+        if self.process.stdin is not None:
+            self.process.stdin.close()
         self._stderr.close()

@@ -37,13 +37,14 @@ RAY_ENVIRONMENT = {
     # This machine's memory is not Ray's to watch: it would kill workers of these tests for others.
     "RAY_memory_monitor_refresh_ms": "0",
     "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_AUTH_MODE": "disabled",  # a token would be left in the home directory
 }
 _LENGTH = struct.Struct("!Q")
 _END_SECONDS = 30.0
 T = TypeVar("T")
 
 
-class DriverFailed(Exception):
+class DriverError(Exception):
     """What ran in the driver raised; the message is the traceback there."""
 
 
@@ -53,12 +54,14 @@ class RayDriver:
     def __init__(self, env: Mapping[str, str] | None = None) -> None:
         # The paths of Ray's sockets must be short.
         self.directory = tempfile.mkdtemp(prefix="lr", dir="/tmp")
+        os.mkdir(f"{self.directory}/ray")
         ours, theirs = socket.socketpair()
         environ = {k: v for k, v in os.environ.items() if not k.startswith(("RAY_", "OMP_"))}
         self.process = subprocess.Popen(
             [sys.executable, "-m", "tests.support.ray_driver", str(theirs.fileno())],
             cwd=ROOT,
-            env={**environ, **RAY_ENVIRONMENT, **(env or {})},
+            # Ray notes there which cluster is this machine's: no test may find another's.
+            env={**environ, **RAY_ENVIRONMENT, "RAY_TMPDIR": self.directory, **(env or {})},
             pass_fds=[theirs.fileno()],
             start_new_session=True,
         )
@@ -67,13 +70,13 @@ class RayDriver:
 
     def init(self, **options: Any) -> None:
         """Start a Ray in the driver."""
-        self.run(_init, {**INIT, "_temp_dir": self.directory, **options}, timeout=100)
+        self.run(_init, {**INIT, **options}, timeout=100)
 
     def run(self, function: Callable[..., T], *args: Any, timeout: float = 60) -> T:
         """Run a function in the driver's main thread; return or raise what it does.
 
         Raises:
-            DriverFailed: it raised.
+            DriverError: it raised.
             TimeoutError: it took too long; the driver's stacks are on its stderr.
             EOFError: the driver ended.
         """
@@ -94,7 +97,7 @@ class RayDriver:
             os.kill(self.process.pid, signal.SIGUSR1)
             raise
         if not is_good:
-            raise DriverFailed(f"in the driver:\n{value}")
+            raise DriverError(f"in the driver:\n{value}")
         return value
 
     def kill(self) -> None:

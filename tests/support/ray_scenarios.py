@@ -238,7 +238,7 @@ class Nodes:
     by_address: dict[str, Any] = {}  # noqa: RUF012 - one per driver process
 
 
-def start_two_nodes(head: str, other: str, directory: str) -> None:
+def start_two_nodes(head: str, other: str) -> None:
     """Start two nodes with four CPUs each, and join the first."""
     import ray
     from ray.cluster_utils import Cluster
@@ -247,7 +247,7 @@ def start_two_nodes(head: str, other: str, directory: str) -> None:
     cluster = Cluster()
     for address, name in ((head, "head"), (other, "other")):
         Nodes.by_address[address] = cluster.add_node(
-            node_ip_address=address, resources={name: 1}, temp_dir=directory, **common
+            node_ip_address=address, resources={name: 1}, **common
         )
     ray.init(cluster.address, _node_ip_address=head, log_to_driver=False)
     cluster.wait_for_nodes()

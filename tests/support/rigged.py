@@ -1,4 +1,4 @@
-"""Workers that do what a test says, in the phase it says: a light one without torch, and the real one.
+"""Workers with a fault in a phase of the test's choice: a light one without torch, and the real.
 
 Engine(model, tp=2, backend=Rigged("light", load="hang", rank=1))
 """
@@ -30,7 +30,7 @@ class Rigged(MpLauncher):
     Args:
         kind: `light` or `real`.
         rank: Whose fault it is; None for all.
-        **faults: By phase (`init`, `load`, `allocate`, `execute`, `call`, `stop`): a function below.
+        **faults: A function below, by phase: `init`, `load`, `allocate`, `execute`, `call`, `stop`.
     """
 
     def __init__(self, kind: str = "light", rank: int | None = None, **faults: str) -> None:

@@ -243,12 +243,30 @@ def test_more_ranks_than_heads_are_loaded(checkpoints: dict[str, Checkpoint]) ->
         ranks.handle(Load())
 
 
-def test_an_option_that_does_nothing_is_accepted(checkpoints: dict[str, Checkpoint]) -> None:
+def test_float32_is_quantised_with_kernels_for_bfloat16(
+    checkpoints: dict[str, Checkpoint],
+) -> None:
     with (
         ranks_of(checkpoints["llama"], quantization="int4") as ranks,
-        pytest.raises(ConfigError, match="quantization='int4'"),
+        pytest.raises(ConfigError, match=r"quantization='int4'.*dtype='bfloat16'.*float32"),
     ):
         ranks.handle(Load())
+
+
+@pytest.mark.parametrize("tp", [1, 3])
+@pytest.mark.parametrize("quantization", ["int4", "int8"])
+def test_a_quantised_model_loses_its_mind(
+    checkpoints: dict[str, Checkpoint], quantization: str, tp: int
+) -> None:
+    checkpoint = checkpoints["llama"]
+    prompt = random_prompt(12, checkpoint.config.vocab_size)
+    expected = checkpoint.logits(prompt)[-1]
+    with ranks_of(checkpoint, tp, dtype="bfloat16", quantization=quantization) as ranks:
+        ranks.handle(Load())
+        ranks.handle(AllocateCache(num_blocks=20))
+        (chosen,) = generate(ranks, prompt, 1)
+    # Noise of some per cent may swap neighbours, but not bring up a token from the crowd.
+    assert expected[chosen] > expected.topk(10).values[-1]
 
 
 def test_a_tensor_nobody_asks_for_is_left_over(checkpoints: dict[str, Checkpoint]) -> None:

@@ -8,6 +8,7 @@ llmrt-ray thread ◄─► Ray: group, actors, their ends     (see `ray_crew`)
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import selectors
 import socket
@@ -41,18 +42,11 @@ from llmrt.runtime.handshake import Guest, Purpose
 from llmrt.runtime.launchers.base import GroupSpec
 from llmrt.runtime.own_ray import OWN_RAY, OwnRay
 from llmrt.runtime.placement import PlacementError
-from llmrt.runtime.ray_crew import (
-    ActorLost,
-    ActorPlaced,
-    Crew,
-    Inbox,
-    News,
-    RayRequest,
-    launch_failure,
-)
+from llmrt.runtime.ray_crew import Crew, RayRequest, launch_failure
+from llmrt.runtime.ray_inbox import ActorLost, ActorPlaced, Inbox, News
 from llmrt.runtime.start_method import StartMethod
 
-_RELEASE_SECONDS = 20.0
+_RELEASE_SECONDS = 15.0
 _METHOD = StartMethod(name="spawn", reason="Ray starts a process for every rank on its node.")
 
 
@@ -204,7 +198,7 @@ class RayHandle:
         link = self._links[guest.rank]
         link.control = Channel(guest.sock)
         self._selector.register(
-            guest.sock, selectors.EVENT_READ, lambda ready: self._on_control(link, ready)
+            guest.sock, selectors.EVENT_READ, functools.partial(self._on_control, link)
         )
 
     def _close_doorway(self) -> None:

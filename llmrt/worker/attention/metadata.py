@@ -6,14 +6,18 @@ chunks one after the other.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 import torch
 from torch import Tensor
 
 from llmrt.worker.device import Placement
 from llmrt.worker.kv_cache import KVCache
+
+_ROWS_TOGETHER = 512
+"""Tokens of prompts that are attended to in one call."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,21 +43,24 @@ class DecodeGroup:
     """Decodes with contexts of similar length, padded to one number of blocks."""
 
     rows_B: Tensor
-    block_ids_M: Tensor
-    """The blocks of all sequences, one sequence after the other."""
+    places: Tensor
+    """Where the blocks of their contexts lie in the cache."""
     mask_B11S: Tensor
     """0 where a token is seen, -inf elsewhere."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class PrefillChunk:
-    """A chunk of a prompt."""
+class PrefillGroup:
+    """Chunks of prompts that have the same length and the same place in their sequences."""
 
     rows: slice
-    block_ids_M: Tensor | None
-    """None where the chunk sees only itself: its keys need not be read back."""
+    """Their tokens, one chunk after the other."""
+    num_chunks: int
+    places: Tensor | None
+    """Where the blocks of their contexts lie. None where a chunk sees only itself: its keys need
+    not be read back."""
     num_context: int
-    """Tokens in those blocks, up to the end of the chunk."""
+    """Tokens in the blocks of one chunk, up to its end."""
     mask_TS: Tensor | None
     """None for plain causal."""
 
@@ -63,7 +70,7 @@ class AttentionPlan:
     """The work of one layer."""
 
     decodes: tuple[DecodeGroup, ...]
-    prefills: tuple[PrefillChunk, ...]
+    prefills: tuple[PrefillGroup, ...]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -80,21 +87,31 @@ class AttentionMetadata:
 
 
 def build_plan(
-    spans: Sequence[Span], window: int | None, block_size: int, placement: Placement
+    spans: Sequence[Span], window: int | None, cache: KVCache, placement: Placement
 ) -> AttentionPlan:
     """Return the work of the layers with this window."""
+    block_size = cache.block_size
     decodes = [s for s in spans if s.num_tokens == 1]
     buckets: dict[int, list[Span]] = {}
     for span in decodes:
         buckets.setdefault(_bucket(len(_visible_blocks(span, window, block_size))), []).append(span)
     return AttentionPlan(
-        decodes=tuple(
-            _decode_group(group, window, block_size, placement) for group in buckets.values()
-        ),
+        decodes=tuple(_decode_group(group, window, cache, placement) for group in buckets.values()),
         prefills=tuple(
-            _prefill_chunk(s, window, block_size, placement) for s in spans if s.num_tokens > 1
+            _prefill_group(group, window, cache, placement)
+            for group in _alike([s for s in spans if s.num_tokens > 1])
         ),
     )
+
+
+def _alike(spans: Sequence[Span]) -> Iterator[Sequence[Span]]:
+    """Yield neighbours of one shape together, of long ones only so many that caches hold them."""
+    for (_, num_tokens), group in groupby(spans, key=lambda s: (s.start, s.num_tokens)):
+        rest = list(group)
+        most = max(1, _ROWS_TOGETHER // num_tokens)
+        while rest:
+            yield rest[:most]
+            rest = rest[most:]
 
 
 def _bucket(num_blocks: int) -> int:
@@ -113,8 +130,9 @@ def _visible_blocks(span: Span, window: int | None, block_size: int) -> Sequence
 
 
 def _decode_group(
-    spans: Sequence[Span], window: int | None, block_size: int, placement: Placement
+    spans: Sequence[Span], window: int | None, cache: KVCache, placement: Placement
 ) -> DecodeGroup:
+    block_size = cache.block_size
     tables = [list(_visible_blocks(s, window, block_size)) for s in spans]
     num_blocks = max(map(len, tables))
     # Padding repeats the last block: it is in the processor's cache already.
@@ -127,26 +145,28 @@ def _decode_group(
     is_seen_BS = (token_S >= seen_from_B[:, None]) & (token_S <= seen_to_B[:, None])
     return DecodeGroup(
         rows_B=torch.tensor([s.row for s in spans], device=placement.device),
-        block_ids_M=torch.tensor(padded, device=placement.device).flatten(),
+        places=cache.places(padded),
         mask_B11S=_additive(is_seen_BS, placement)[:, None, None, :],
     )
 
 
-def _prefill_chunk(
-    span: Span, window: int | None, block_size: int, placement: Placement
-) -> PrefillChunk:
-    blocks = None
+def _prefill_group(
+    spans: Sequence[Span], window: int | None, cache: KVCache, placement: Placement
+) -> PrefillGroup:
+    block_size = cache.block_size
+    first = spans[0]
+    places = None
     base = 0
-    if span.start > 0:
-        base = _first_visible(span.start, window) // block_size * block_size
-        visible = list(_visible_blocks(span, window, block_size))
-        blocks = torch.tensor(visible, device=placement.device)
-    is_plain = span.start == 0 and (window is None or window >= span.num_tokens)
-    return PrefillChunk(
-        rows=slice(span.row, span.row + span.num_tokens),
-        block_ids_M=blocks,
-        num_context=span.end - base,
-        mask_TS=None if is_plain else _additive(_is_seen_TS(span, base, window), placement),
+    if first.start > 0:
+        base = _first_visible(first.start, window) // block_size * block_size
+        places = cache.places([_visible_blocks(s, window, block_size) for s in spans])
+    is_plain = first.start == 0 and (window is None or window >= first.num_tokens)
+    return PrefillGroup(
+        rows=slice(first.row, spans[-1].row + first.num_tokens),
+        num_chunks=len(spans),
+        places=places,
+        num_context=first.end - base,
+        mask_TS=None if is_plain else _additive(_is_seen_TS(first, base, window), placement),
     )
 
 

@@ -1,10 +1,12 @@
 """Attention in plain torch: right on every device.
 
-Decodes of similar length share one padded gather and one call; the query heads of a KV head stand
-in the place of query positions, so keys and values are not repeated for them. A prefill chunk is
-one call.
+Decodes of similar length share one padded gather and one call; so do chunks of prompts that have
+the same shape. The query heads of a KV head stand side by side as rows of queries, so that keys
+and values are not repeated for them. On a CPU a long chunk is cut into blocks of queries, and keys
+that a whole block cannot see are left out.
 
-T tokens, Q query heads, K KV heads, G query heads of a KV head, B sequences, S context, D size.
+T tokens, Q query heads, K KV heads, G query heads of a KV head, N sequences, C tokens of a chunk,
+E tokens of a block, R rows (G · C), S context, D size.
 """
 
 from __future__ import annotations
@@ -13,64 +15,137 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from llmrt.worker.attention.metadata import AttentionMetadata, DecodeGroup, PrefillChunk
+from llmrt.worker.attention.metadata import AttentionMetadata, DecodeGroup, PrefillGroup
+from llmrt.worker.attention.scaled_dot_product import attend
+from llmrt.worker.device import Placement
+from llmrt.worker.matrices.kernels import has_fast_bfloat16
 from llmrt.worker.shard import HeadShard
+
+QUERIES_PER_BLOCK = 128
 
 
 class TorchAttention:
     """Scaled dot-product attention of one layer."""
 
     def __init__(
-        self, heads: HeadShard, layer: int, window: int | None, device: torch.device
+        self, heads: HeadShard, layer: int, window: int | None, placement: Placement
     ) -> None:
         self._layer = layer
         self._window = window
         self._num_heads = heads.num_heads
         self._num_kv_heads = heads.num_kv_heads
-        self._groups = HeadGroups(heads, device)
+        self._groups = HeadGroups(heads, placement.device)
+        is_fast_dtype = placement.dtype == torch.float32 or (
+            placement.dtype == torch.bfloat16 and has_fast_bfloat16()
+        )
+        self._by_products = placement.device.type == "cpu" and is_fast_dtype
 
     def __call__(self, qkv_THD: Tensor, attention: AttentionMetadata) -> Tensor:
         """Store keys and values, and attend."""
         attention.cache.write(self._layer, qkv_THD[:, self._num_heads :], attention.slot_mapping_T)
+        plan = attention.plans[self._window]
+        if not plan.prefills and len(plan.decodes) == 1:
+            return self._decode(qkv_THD[:, : self._num_heads], plan.decodes[0], attention)
         q_TQD = qkv_THD[:, : self._num_heads]
         o_TQD = torch.empty_like(q_TQD, memory_format=torch.contiguous_format)
-        plan = attention.plans[self._window]
         for group in plan.decodes:
             o_TQD[group.rows_B] = self._decode(q_TQD[group.rows_B], group, attention)
-        for chunk in plan.prefills:
-            o_TQD[chunk.rows] = self._prefill(qkv_THD[chunk.rows], chunk, attention)
+        for chunks in plan.prefills:
+            self._prefill(qkv_THD[chunks.rows], chunks, attention, o_TQD[chunks.rows])
         return o_TQD
 
     def _decode(self, q_BQD: Tensor, group: DecodeGroup, attention: AttentionMetadata) -> Tensor:
-        batch = len(q_BQD)
-        keys_KSD, values_KSD = attention.cache.gather(self._layer, group.block_ids_M)
-        o_BKGD = F.scaled_dot_product_attention(
+        keys_NKSD, values_NKSD = attention.cache.gather(self._layer, group.places, len(q_BQD))
+        o_BKGD = attend(
             self._groups.pack(q_BQD),
-            keys_KSD.unflatten(1, (batch, -1)).transpose(0, 1),
-            values_KSD.unflatten(1, (batch, -1)).transpose(0, 1),
-            attn_mask=group.mask_B11S,
+            keys_NKSD,
+            values_NKSD,
+            group.mask_B11S,
+            by_products=self._by_products,
         )
         return self._groups.unpack(o_BKGD)
 
     def _prefill(
-        self, qkv_THD: Tensor, chunk: PrefillChunk, attention: AttentionMetadata
-    ) -> Tensor:
-        q_QTD = qkv_THD[:, : self._num_heads].transpose(0, 1)
-        if chunk.block_ids_M is None:
-            kv = qkv_THD[:, self._num_heads :].transpose(0, 1)
-            keys_KSD, values_KSD = kv.split(self._num_kv_heads)
+        self, qkv_THD: Tensor, group: PrefillGroup, attention: AttentionMetadata, out_TQD: Tensor
+    ) -> None:
+        qkv_NCHD = qkv_THD.unflatten(0, (group.num_chunks, -1))
+        q_NCQD = qkv_NCHD[:, :, : self._num_heads]
+        if group.places is None:
+            kv_NHCD = qkv_NCHD[:, :, self._num_heads :].transpose(1, 2)
+            keys_NKSD, values_NKSD = kv_NHCD.split(self._num_kv_heads, dim=1)
         else:
-            keys_KSD, values_KSD = attention.cache.gather(self._layer, chunk.block_ids_M)
-            keys_KSD = keys_KSD[:, : chunk.num_context]
-            values_KSD = values_KSD[:, : chunk.num_context]
-        o_1QTD = F.scaled_dot_product_attention(
-            q_QTD[None],
-            self._groups.repeat(keys_KSD)[None],
-            self._groups.repeat(values_KSD)[None],
-            attn_mask=chunk.mask_TS,
-            is_causal=chunk.mask_TS is None,
+            keys_NKSD, values_NKSD = attention.cache.gather(
+                self._layer, group.places, group.num_chunks
+            )
+            keys_NKSD = keys_NKSD[:, :, : group.num_context]
+            values_NKSD = values_NKSD[:, :, : group.num_context]
+        out_NCQD = out_TQD.unflatten(0, (group.num_chunks, -1))
+        if self._by_products:
+            self._prefill_in_blocks(q_NCQD, keys_NKSD, values_NKSD, group.mask_TS, out_NCQD)
+        else:
+            self._prefill_at_once(q_NCQD, keys_NKSD, values_NKSD, group.mask_TS, out_NCQD)
+
+    def _prefill_at_once(
+        self,
+        q_NCQD: Tensor,
+        keys_NKSD: Tensor,
+        values_NKSD: Tensor,
+        mask_CS: Tensor | None,
+        out_NCQD: Tensor,
+    ) -> None:
+        o_NQCD = F.scaled_dot_product_attention(
+            q_NCQD.transpose(1, 2),
+            self._groups.repeat(keys_NKSD),
+            self._groups.repeat(values_NKSD),
+            attn_mask=mask_CS,
+            is_causal=mask_CS is None,
         )
-        return o_1QTD[0].transpose(0, 1)
+        out_NCQD.copy_(o_NQCD.transpose(1, 2))
+
+    def _prefill_in_blocks(
+        self,
+        q_NCQD: Tensor,
+        keys_NKSD: Tensor,
+        values_NKSD: Tensor,
+        mask_CS: Tensor | None,
+        out_NCQD: Tensor,
+    ) -> None:
+        length = q_NCQD.shape[1]
+        num_before = keys_NKSD.shape[2] - length
+        # Copied once, so that no block has to: keys as columns, values as rows.
+        keys_NKSD = keys_NKSD.contiguous()
+        values_NKSD = values_NKSD.contiguous()
+        for start in range(0, length, QUERIES_PER_BLOCK):
+            end = min(start + QUERIES_PER_BLOCK, length)
+            num_seen = num_before + end
+            if mask_CS is None:
+                mask_ES = _causal(end - start, num_seen, q_NCQD)
+            else:
+                mask_ES = mask_CS[start:end, :num_seen]
+            out_NCQD[:, start:end] = self._attend_block(
+                q_NCQD[:, start:end],
+                keys_NKSD[:, :, :num_seen],
+                values_NKSD[:, :, :num_seen],
+                mask_ES,
+            )
+
+    def _attend_block(
+        self, q_NEQD: Tensor, keys_NKSD: Tensor, values_NKSD: Tensor, mask_ES: Tensor
+    ) -> Tensor:
+        num_chunks, length = q_NEQD.shape[:2]
+        q_NEKGD = self._groups.pack(q_NEQD.flatten(0, 1)).unflatten(0, (num_chunks, length))
+        q_NKRD = q_NEKGD.permute(0, 2, 3, 1, 4).flatten(2, 3)
+        # One row of the mask for each query head of a group.
+        mask_RS = mask_ES.repeat(q_NEKGD.shape[3], 1)
+        o_NKRD = attend(q_NKRD, keys_NKSD, values_NKSD, mask_RS, by_products=True)
+        o_NEKGD = o_NKRD.unflatten(2, (-1, length)).permute(0, 3, 1, 2, 4)
+        return self._groups.unpack(o_NEKGD.flatten(0, 1)).unflatten(0, (num_chunks, length))
+
+
+def _causal(num_queries: int, num_seen: int, like: Tensor) -> Tensor:
+    """Return the mask of queries whose last one sees everything."""
+    mask_ES = torch.full((num_queries, num_seen), float("-inf"), dtype=like.dtype)
+    return mask_ES.triu_(num_seen - num_queries + 1)
 
 
 class HeadGroups:
@@ -100,8 +175,8 @@ class HeadGroups:
         o_BQD = o_BKGD.flatten(1, 2)
         return o_BQD if self._is_even else o_BQD.index_select(1, self._places)
 
-    def repeat(self, x_KSD: Tensor) -> Tensor:
-        """Return x_QSD: for each query head its KV head."""
+    def repeat(self, x_NKSD: Tensor) -> Tensor:
+        """Return x_NQSD: for each query head its KV head."""
         if len(self._kv_head_of_query_head) == self._num_kv_heads:
-            return x_KSD
-        return x_KSD.index_select(0, self._kv_head_of_query_head)
+            return x_NKSD
+        return x_NKSD.index_select(1, self._kv_head_of_query_head)

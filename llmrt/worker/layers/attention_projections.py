@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from llmrt.model_config import ModelConfig
 from llmrt.worker.device import Placement
 from llmrt.worker.layers.linear import Linear
-from llmrt.worker.layers.reading import read_checked
+from llmrt.worker.layers.reading import read_checked, read_matrix
 from llmrt.worker.shard import HeadShard, shard_heads
 from llmrt.worker.tensor_parallel import TPGroup
 from llmrt.worker.weights.reader import WeightReader
@@ -34,7 +34,7 @@ class QKVProjection(nn.Module):
         for name, num_heads, heads in parts:
             rows = _rows(heads, self._model.head_dim)
             shape = (num_heads * self._model.head_dim, self._model.hidden_size)
-            weights.append(read_checked(reader, f"{name}.weight", shape, rows))
+            weights.append(read_matrix(reader, f"{name}.weight", shape, rows))
             if self.linear.bias is not None:
                 biases.append(read_checked(reader, f"{name}.bias", shape[:1], rows))
         self.linear.load(weights, biases)
@@ -61,7 +61,7 @@ class OutputProjection(nn.Module):
 
     def load(self, reader: WeightReader, prefix: str) -> None:
         """Read this rank's columns of `prefix.weight`, and the bias, which only rank 0 keeps."""
-        weight = read_checked(reader, f"{prefix}.weight", self._shape, columns=self._columns)
+        weight = read_matrix(reader, f"{prefix}.weight", self._shape, columns=self._columns)
         biases = []
         if self._has_bias:
             biases = [read_checked(reader, f"{prefix}.bias", self._shape[:1])]

@@ -5,10 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from llmrt.worker.device import Placement
+from llmrt.worker.matrices.grouped_codes import GroupedCodes, quantize_to_groups, stack
+from llmrt.worker.matrices.kernels import can_multiply_int4, can_pack
+from llmrt.worker.matrices.matrix import Matrix, PackedMatrix, PlainMatrix
+from llmrt.worker.matrices.quantized import Int4Matrix, Int8Matrix, fits_kernels
+
+Piece = Tensor | GroupedCodes
+"""Some rows of a matrix, as its checkpoint stores them."""
 
 
 class Linear(nn.Module):
@@ -18,26 +24,85 @@ class Linear(nn.Module):
     """
 
     def __init__(
-        self, num_inputs: int, num_outputs: int, placement: Placement, *, bias: bool = False
+        self,
+        num_inputs: int,
+        num_outputs: int,
+        placement: Placement,
+        *,
+        bias: bool = False,
+        is_quantizable: bool = True,
     ) -> None:
         super().__init__()
-        shape = {"device": placement.device, "dtype": placement.dtype}
-        self.weight = nn.Parameter(
-            torch.empty(num_outputs, num_inputs, **shape), requires_grad=False
-        )
-        self.bias = (
-            nn.Parameter(torch.empty(num_outputs, **shape), requires_grad=False) if bias else None
-        )
+        self._placement = placement
+        self._quantization = placement.quantization if is_quantizable else None
+        self._shape = (num_outputs, num_inputs)
+        self._matrix: Matrix | None = None
+        self.weight: nn.Parameter | None = None
+        """The matrix, where it is kept as it is; None where its kernel has another form of it."""
+        self.bias = _parameter((num_outputs,), placement) if bias else None
 
-    def load(self, weights: Sequence[Tensor], biases: Sequence[Tensor] = ()) -> None:
-        """Fill the matrix with these pieces, one under the other, and the bias likewise."""
-        fill(self.weight, weights)
+    def load(self, weights: Sequence[Piece], biases: Sequence[Tensor] = ()) -> None:
+        """Take these pieces, one under the other, as the matrix, and the bias likewise.
+
+        A piece on the `meta` device has no values: what is there in its place stays.
+        """
         if self.bias is not None:
             fill(self.bias, biases)
+        codes = [w for w in weights if isinstance(w, GroupedCodes)]
+        if len(codes) == len(weights) and self._keeps_codes():
+            self._matrix = self._int4(stack(codes))
+        else:
+            weight = self._weight_to_fill(weights)
+            fill(weight, [w.dequantize() if isinstance(w, GroupedCodes) else w for w in weights])
+            self.share(weight)
+
+    def _weight_to_fill(self, pieces: Sequence[Piece]) -> nn.Parameter:
+        weight = _parameter(self._shape, self._placement)
+        if any(isinstance(piece, Tensor) and piece.is_meta for piece in pieces):
+            assert self._matrix is not None, "there is nothing to stay"
+            weight.data.copy_(self._matrix.dense())
+        return weight
+
+    def share(self, weight: nn.Parameter) -> None:
+        """Multiply with a matrix that somebody else has, too."""
+        if self._quantization == "int4" and fits_kernels(*self._shape):
+            self._matrix = self._int4(quantize_to_groups(weight))
+        elif self._quantization == "int8" and fits_kernels(*self._shape):
+            self._matrix = Int8Matrix(weight)
+        else:
+            self._matrix = self._dense(weight)
 
     def forward(self, x_TI: Tensor) -> Tensor:
         """Return y_TO."""
-        return F.linear(x_TI, self.weight, self.bias)
+        assert self._matrix is not None, "nothing is loaded"
+        return self._matrix.multiply(x_TI, self.bias)
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of the matrix beside the parameters."""
+        return 0 if self._matrix is None else self._matrix.num_bytes
+
+    def _keeps_codes(self) -> bool:
+        return (
+            self._quantization != "int8"
+            and fits_kernels(*self._shape)
+            and can_multiply_int4(self._placement)
+        )
+
+    def _int4(self, codes: GroupedCodes) -> Matrix:
+        weight = codes.dequantize().to(self._placement.dtype)
+        return Int4Matrix(codes, self._dense(nn.Parameter(weight, requires_grad=False)))
+
+    def _dense(self, weight: nn.Parameter) -> Matrix:
+        if weight.numel() and can_pack(self._placement):
+            return PackedMatrix(weight)
+        self.weight = weight
+        return PlainMatrix(weight)
+
+
+def _parameter(shape: tuple[int, ...], placement: Placement) -> nn.Parameter:
+    values = torch.empty(shape, device=placement.device, dtype=placement.dtype)
+    return nn.Parameter(values, requires_grad=False)
 
 
 def fill(parameter: Tensor, pieces: Sequence[Tensor]) -> None:

@@ -9,7 +9,7 @@ from llmrt.model_config import ModelConfig
 from llmrt.worker import shard
 from llmrt.worker.device import Placement
 from llmrt.worker.layers.linear import Linear
-from llmrt.worker.layers.reading import read_checked
+from llmrt.worker.layers.reading import read_checked, read_matrix
 from llmrt.worker.tensor_parallel import TPGroup
 from llmrt.worker.weights.reader import WeightReader
 
@@ -28,7 +28,7 @@ class GateUpProjection(nn.Module):
         """Read this rank's rows of `prefix.gate_proj` and `prefix.up_proj`."""
         names = (f"{prefix}.gate_proj", f"{prefix}.up_proj")
         rows = self._columns
-        weights = [read_checked(reader, f"{n}.weight", self._shape, rows) for n in names]
+        weights = [read_matrix(reader, f"{n}.weight", self._shape, rows) for n in names]
         biases = []
         if self.linear.bias is not None:
             biases = [read_checked(reader, f"{n}.bias", self._shape[:1], rows) for n in names]
@@ -55,7 +55,7 @@ class DownProjection(nn.Module):
 
     def load(self, reader: WeightReader, prefix: str) -> None:
         """Read this rank's columns of `prefix.weight`, and the bias, which only rank 0 keeps."""
-        weight = read_checked(reader, f"{prefix}.weight", self._shape, columns=self._columns)
+        weight = read_matrix(reader, f"{prefix}.weight", self._shape, columns=self._columns)
         biases = []
         if self._has_bias:
             biases = [read_checked(reader, f"{prefix}.bias", self._shape[:1])]
@@ -88,7 +88,7 @@ class GatedMLP(nn.Module):
     def forward(self, x_TD: Tensor) -> Tensor:
         """Return y_TD, the same on every rank."""
         gate_TI, up_TI = self.gate_up_proj(x_TD)
-        return self.down_proj(self._activation(gate_TI) * up_TI)
+        return self.down_proj(self._activation(gate_TI).mul_(up_TI))
 
 
 def _gelu_tanh(x: Tensor) -> Tensor:

@@ -29,7 +29,7 @@ class RotaryEmbedding(nn.Module):
         self._inverse_F = inverse_F.to(placement.device)
 
     def forward(self, positions_T: Tensor, lengths_T: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Return cos_T1D and sin_T1D, in the model's dtype.
+        """Return cos_T1D and sin_T1D, in the model's dtype; sin is negative in its first half.
 
         Args:
             positions_T: place of each token in its sequence.
@@ -39,19 +39,18 @@ class RotaryEmbedding(nn.Module):
         if self._rope.kind == "dynamic" and lengths_T is not None:
             inverse = dynamic_inverse_frequencies(self._rope, self._head_dim, lengths_T)
         angles_TF = positions_T[:, None].float() * inverse
-        angles_T1D = torch.cat((angles_TF, angles_TF), dim=-1)[:, None]
-        factor = self._attention_factor
+        cos_TF = angles_TF.cos() * self._attention_factor
+        sin_TF = angles_TF.sin() * self._attention_factor
         return (
-            (angles_T1D.cos() * factor).to(self._dtype),
-            (angles_T1D.sin() * factor).to(self._dtype),
+            torch.cat((cos_TF, cos_TF), dim=-1)[:, None].to(self._dtype),
+            torch.cat((-sin_TF, sin_TF), dim=-1)[:, None].to(self._dtype),
         )
 
 
 def rotate_(x_THD: Tensor, cos_T1D: Tensor, sin_T1D: Tensor) -> None:
     """Rotate each head in place; the first half of a head pairs with its second half."""
-    first, second = x_THD.chunk(2, dim=-1)
-    turned_THD = torch.cat((-second, first), dim=-1)
-    x_THD.mul_(cos_T1D).add_(turned_THD.mul_(sin_T1D))
+    swapped_THD = x_THD.roll(x_THD.shape[-1] // 2, dims=-1)
+    x_THD.mul_(cos_T1D).addcmul_(swapped_THD, sin_T1D)
 
 
 def inverse_frequencies(rope: RopeConfig, head_dim: int) -> tuple[Tensor, float]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -9,7 +10,7 @@ from llmrt.errors import ConfigError
 from llmrt.model_config import ModelConfig
 from llmrt.worker import shard
 from llmrt.worker.device import Placement
-from llmrt.worker.layers.linear import Linear
+from llmrt.worker.layers.linear import Linear, fill
 from llmrt.worker.layers.reading import read_checked
 from llmrt.worker.tensor_parallel import TPGroup
 from llmrt.worker.weights.reader import WeightReader
@@ -25,15 +26,18 @@ class VocabEmbedding(nn.Module):
         self._group = group
         self._shape = (model.vocab_size, model.hidden_size)
         self._ids = shard.shard_vocabulary(model.vocab_size, group.size)[group.rank]
-        self.rows = Linear(model.hidden_size, len(self._ids), placement)
+        values = torch.empty(
+            len(self._ids), model.hidden_size, device=placement.device, dtype=placement.dtype
+        )
+        self.weight = nn.Parameter(values, requires_grad=False)
 
     def load(self, reader: WeightReader, prefix: str) -> None:
         """Read this rank's rows of `prefix.weight`."""
-        self.rows.load([read_checked(reader, f"{prefix}.weight", self._shape, rows=self._ids)])
+        fill(self.weight, [read_checked(reader, f"{prefix}.weight", self._shape, rows=self._ids)])
 
     def forward(self, ids_T: Tensor) -> Tensor:
         """Return x_TD."""
-        weight_VD = self.rows.weight
+        weight_VD = self.weight
         if self._group.size == 1:
             return F.embedding(ids_T, weight_VD)
         if not self._ids:
@@ -49,26 +53,23 @@ class VocabEmbedding(nn.Module):
 class LMHead(nn.Module):
     """Logits of the token ids of this rank; a tied head multiplies with the embedding's rows."""
 
-    def __init__(
-        self, model: ModelConfig, embedding: VocabEmbedding, group: TPGroup, placement: Placement
-    ) -> None:
+    def __init__(self, model: ModelConfig, group: TPGroup, placement: Placement) -> None:
         super().__init__()
         self._group = group
         self._shape = (model.vocab_size, model.hidden_size)
         self._shards = shard.shard_vocabulary(model.vocab_size, group.size)
         self._is_tied = model.tie_word_embeddings
         ids = self._shards[group.rank]
-        self.rows = (
-            embedding.rows if self._is_tied else Linear(model.hidden_size, len(ids), placement)
-        )
+        self.rows = Linear(model.hidden_size, len(ids), placement, is_quantizable=False)
 
-    def load(self, reader: WeightReader) -> None:
-        """Read this rank's rows, unless they are the embedding's.
+    def load(self, reader: WeightReader, embedding: VocabEmbedding) -> None:
+        """Read this rank's rows, or where the head is tied take those of *embedding*, once loaded.
 
         Raises:
             ConfigError: the head is not tied, and the checkpoint has none.
         """
         if self._is_tied:
+            self.rows.share(embedding.weight)
             self._pass_over_copy(reader)
             return
         if _HEAD_NAME not in reader:

@@ -16,6 +16,7 @@ from llmrt.worker.attention.protocol import Attention
 from llmrt.worker.attention.torch_attention import TorchAttention
 from llmrt.worker.device import Placement
 from llmrt.worker.layers.attention_projections import OutputProjection, QKVProjection
+from llmrt.worker.layers.linear import Linear
 from llmrt.worker.layers.mlp import GatedMLP
 from llmrt.worker.layers.norm import RMSNorm
 from llmrt.worker.layers.rotary import RotaryEmbedding, rotate_
@@ -40,7 +41,7 @@ class SelfAttention(nn.Module):
             self.q_norm = RMSNorm(model.head_dim, model.rms_norm_eps, placement)
             self.k_norm = RMSNorm(model.head_dim, model.rms_norm_eps, placement)
         window = model.windows[layer] if model.windows else None
-        self._attend: Attention = TorchAttention(heads, layer, window, placement.device)
+        self._attend: Attention = TorchAttention(heads, layer, window, placement)
 
     def load(self, reader: WeightReader, prefix: str) -> None:
         """Read this rank's part of `prefix.*`."""
@@ -51,9 +52,13 @@ class SelfAttention(nn.Module):
             self.k_norm.load(reader, f"{prefix}.k_norm")
 
     def forward(
-        self, x_TD: Tensor, angles: tuple[Tensor, Tensor], attention: AttentionMetadata
+        self,
+        x_TD: Tensor,
+        angles: tuple[Tensor, Tensor],
+        attention: AttentionMetadata,
+        rows_R: Tensor | None,
     ) -> Tensor:
-        """Return y_TD, the same on every rank."""
+        """Return y_RD, the same on every rank."""
         qkv_THD = self.qkv_proj(x_TD)
         num_rotated = self._num_heads + self._num_kv_heads
         if self.q_norm is not None and self.k_norm is not None:
@@ -62,7 +67,8 @@ class SelfAttention(nn.Module):
             q_TQD.copy_(self.q_norm(q_TQD))
             k_TKD.copy_(self.k_norm(k_TKD))
         rotate_(qkv_THD[:, :num_rotated], *angles)
-        return self.o_proj(self._attend(qkv_THD, attention).flatten(1))
+        o_TH = self._attend(qkv_THD, attention).flatten(1)
+        return self.o_proj(o_TH if rows_R is None else o_TH[rows_R])
 
 
 class DecoderLayer(nn.Module):
@@ -85,11 +91,25 @@ class DecoderLayer(nn.Module):
         self.mlp.load(reader, f"{prefix}.mlp")
 
     def forward(
-        self, x_TD: Tensor, angles: tuple[Tensor, Tensor], attention: AttentionMetadata
+        self,
+        x_TD: Tensor,
+        angles: tuple[Tensor, Tensor],
+        attention: AttentionMetadata,
+        rows_R: Tensor | None = None,
     ) -> Tensor:
-        """Return the residual stream after this layer."""
-        x_TD = x_TD + self.self_attn(self.input_layernorm(x_TD), angles, attention)
-        return x_TD + self.mlp(self.post_attention_layernorm(x_TD))
+        """Return the residual stream after this layer; it takes the place of *x_TD*.
+
+        Args:
+            x_TD: the residual stream before it.
+            angles: cos and sin by token.
+            attention: the step.
+            rows_R: the tokens that go on; the others only leave their keys and values. None: all.
+        """
+        y_RD = self.self_attn(self.input_layernorm(x_TD), angles, attention, rows_R)
+        x_RD = x_TD if rows_R is None else x_TD[rows_R]
+        x_RD += y_RD
+        x_RD += self.mlp(self.post_attention_layernorm(x_RD))
+        return x_RD
 
 
 class Decoder(nn.Module):
@@ -102,7 +122,7 @@ class Decoder(nn.Module):
             DecoderLayer(model, layer, group, placement) for layer in range(model.num_layers)
         )
         self.norm = RMSNorm(model.hidden_size, model.rms_norm_eps, placement)
-        self.lm_head = LMHead(model, self.embed_tokens, group, placement)
+        self.lm_head = LMHead(model, group, placement)
         self.rotary = RotaryEmbedding(model.rope, model.head_dim, placement)
 
     def load(self, reader: WeightReader) -> None:
@@ -115,22 +135,35 @@ class Decoder(nn.Module):
         for i, layer in enumerate(self._decoder_layers()):
             layer.load(reader, f"model.layers.{i}")
         self.norm.load(reader, "model.norm")
-        self.lm_head.load(reader)
+        self.lm_head.load(reader, self.embed_tokens)
 
     @property
     def num_bytes(self) -> int:
         """Bytes of this rank's weights."""
-        return sum(p.numel() * p.element_size() for p in self.parameters())
+        in_parameters = sum(p.numel() * p.element_size() for p in self.parameters())
+        return in_parameters + sum(m.num_bytes for m in self.modules() if isinstance(m, Linear))
 
     def forward(
-        self, input_ids_T: Tensor, positions_T: Tensor, attention: AttentionMetadata
+        self,
+        input_ids_T: Tensor,
+        positions_T: Tensor,
+        attention: AttentionMetadata,
+        rows_R: Tensor | None = None,
     ) -> Tensor:
-        """Return the residual stream x_TD after the last layer; `logits` takes rows of it."""
+        """Return the residual stream x_RD after the last layer; `logits` takes rows of it.
+
+        Args:
+            input_ids_T: the tokens of the step.
+            positions_T: the place of each in its sequence.
+            attention: the step.
+            rows_R: the tokens whose stream is wanted, at least one; None for all.
+        """
         angles = self.rotary(positions_T, attention.lengths_T)
         x_TD = self.embed_tokens(input_ids_T)
-        for layer in self.layers:
+        *layers, last = self.layers
+        for layer in layers:
             x_TD = layer(x_TD, angles, attention)
-        return x_TD
+        return last(x_TD, angles, attention, rows_R)
 
     def logits(self, x_RD: Tensor) -> Tensor | None:
         """Return logits_RV of these rows on rank 0, None elsewhere. Every rank must call it."""

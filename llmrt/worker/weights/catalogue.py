@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
+from llmrt.worker.matrices.grouped_codes import GroupedCodes
 from llmrt.worker.weights.reader import WeightReader
 
 
@@ -49,6 +50,16 @@ class RecordingReader:
         shape = self._reader.shape(name)
         self.catalogue[name] = TensorPart(shape=shape, rows=rows, columns=columns)
         return self._reader.read(name, rows=rows, columns=columns)
+
+    def read_codes(
+        self, name: str, rows: slice | None = None, columns: slice | None = None
+    ) -> GroupedCodes | None:
+        """Return a matrix, or a part of it, as its 4-bit codes, where it is stored so."""
+        codes = self._reader.read_codes(name, rows=rows, columns=columns)
+        if codes is not None:
+            shape = self._reader.shape(name)
+            self.catalogue[name] = TensorPart(shape=shape, rows=rows, columns=columns)
+        return codes
 
     def ignore(self, name: str) -> None:
         """Leave a tensor out of `check_all_read`."""

@@ -14,6 +14,8 @@ from types import MappingProxyType
 
 import torch
 
+from llmrt.worker.matrices.grouped_codes import GroupedCodes
+
 
 @dataclass(frozen=True, slots=True)
 class BlockFormat:
@@ -23,6 +25,8 @@ class BlockFormat:
     num_bytes: int
     decode: Callable[[torch.Tensor], torch.Tensor]
     """uint8 of shape (..., num_bytes) to values of shape (..., num_values)."""
+    group: Callable[[torch.Tensor], GroupedCodes] | None = None
+    """uint8 of shape (rows, blocks, num_bytes) to 4-bit codes; None for other formats."""
 
 
 def _stored_as(dtype: torch.dtype) -> BlockFormat:
@@ -46,8 +50,25 @@ def _decode_q4_1(blocks_NB: torch.Tensor) -> torch.Tensor:
 
 
 def _nibbles(packed_NB: torch.Tensor) -> torch.Tensor:
+    return _codes(packed_NB).float()
+
+
+def _codes(packed_NB: torch.Tensor) -> torch.Tensor:
     """Return the low halves of all bytes, then the high halves: the order of ggml."""
-    return torch.cat((packed_NB & 15, packed_NB >> 4), dim=-1).float()
+    return torch.cat((packed_NB & 15, packed_NB >> 4), dim=-1)
+
+
+def _group_q4_0(blocks_RGB: torch.Tensor) -> GroupedCodes:
+    scale_RG = blocks_RGB[..., 0:2].view(torch.float16)[..., 0].float()
+    codes_RC = _codes(blocks_RGB[..., 2:]).flatten(1)
+    return GroupedCodes(codes_OI=codes_RC, scale_OG=scale_RG, offset_OG=-8 * scale_RG)
+
+
+def _group_q4_1(blocks_RGB: torch.Tensor) -> GroupedCodes:
+    scale_RG = blocks_RGB[..., 0:2].view(torch.float16)[..., 0].float()
+    least_RG = blocks_RGB[..., 2:4].view(torch.float16)[..., 0].float()
+    codes_RC = _codes(blocks_RGB[..., 4:]).flatten(1)
+    return GroupedCodes(codes_OI=codes_RC, scale_OG=scale_RG, offset_OG=least_RG)
 
 
 BLOCK_FORMATS: Mapping[str, BlockFormat] = MappingProxyType(
@@ -56,8 +77,8 @@ BLOCK_FORMATS: Mapping[str, BlockFormat] = MappingProxyType(
         "F16": _stored_as(torch.float16),
         "BF16": _stored_as(torch.bfloat16),
         "Q8_0": BlockFormat(32, 34, _decode_q8_0),
-        "Q4_0": BlockFormat(32, 18, _decode_q4_0),
-        "Q4_1": BlockFormat(32, 20, _decode_q4_1),
+        "Q4_0": BlockFormat(32, 18, _decode_q4_0, _group_q4_0),
+        "Q4_1": BlockFormat(32, 20, _decode_q4_1, _group_q4_1),
     }
 )
 """By the name of the GGUF tensor type."""

@@ -27,6 +27,7 @@ import torch
 
 from llmrt.config import ReportProgress
 from llmrt.errors import ConfigError
+from llmrt.worker.matrices.grouped_codes import GroupedCodes
 from llmrt.worker.weights.gguf_blocks import BLOCK_FORMATS, BlockFormat
 from llmrt.worker.weights.gguf_names import transformers_name
 from llmrt.worker.weights.read_record import ReadRecord
@@ -123,6 +124,21 @@ class GgufReader:
         raw = self.read_raw(name, rows)
         values_RC = _decode(raw, columns or slice(None))
         return values_RC.flatten() if len(self.shape(name)) == 1 else values_RC
+
+    def read_codes(
+        self, name: str, rows: slice | None = None, columns: slice | None = None
+    ) -> GroupedCodes | None:
+        """Return these rows and columns as the codes in the file, where it has 4-bit ones."""
+        self._record.require(name)
+        tensor = self._tensors[name]
+        group = tensor.format.group
+        start, stop, _ = (columns or slice(None)).indices(tensor.num_columns)
+        size = tensor.format.num_values
+        if group is None or start % size or stop % size:
+            return None
+        data_RB = self.read_raw(name, rows).data
+        blocks_RGB = data_RB.unflatten(1, (-1, tensor.format.num_bytes))
+        return group(blocks_RGB[:, start // size : stop // size])
 
     def read_raw(self, name: str, rows: slice | None = None) -> RawRows:
         """Return these rows as blocks, for who keeps them quantised.

@@ -6,6 +6,8 @@ from typing import Protocol
 
 import torch
 
+from llmrt.worker.matrices.grouped_codes import GroupedCodes
+
 
 class WeightReader(Protocol):
     """Reads parts of named tensors. Names are those of transformers' state dict."""
@@ -29,6 +31,18 @@ class WeightReader(Protocol):
 
         Quantised tensors are dequantised to float32. The result owns its memory or maps the file
         read-only: copy it before you write to it.
+
+        Raises:
+            ConfigError: the checkpoint has no such tensor.
+        """
+        ...
+
+    def read_codes(
+        self, name: str, rows: slice | None = None, columns: slice | None = None
+    ) -> GroupedCodes | None:
+        """Return these rows (and columns) of a matrix as its 4-bit codes.
+
+        None where it is stored otherwise, or the columns cut a group in two: `read` it then.
 
         Raises:
             ConfigError: the checkpoint has no such tensor.

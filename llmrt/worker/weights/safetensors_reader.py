@@ -62,6 +62,11 @@ class SafetensorsReader:
             return part[rows or slice(None)]
         return part[rows or slice(None), columns]
 
+    def read_codes(
+        self, name: str, rows: slice | None = None, columns: slice | None = None
+    ) -> None:
+        """Return None: no tensor is stored as 4-bit codes."""
+
     def ignore(self, name: str) -> None:
         """Leave a tensor out of `check_all_read`."""
         self._record.ignore(name)

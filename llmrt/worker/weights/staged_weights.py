@@ -92,6 +92,11 @@ class StagedWeights:
         part = self._parts.get(name)
         return known.of(torch.empty(known.shape, device="meta")) if part is None else part
 
+    def read_codes(
+        self, name: str, rows: slice | None = None, columns: slice | None = None
+    ) -> None:
+        """Return None: what arrives is never in codes."""
+
     def ignore(self, name: str) -> None:
         """Do nothing: what came was checked on arrival."""
 
