@@ -3,7 +3,8 @@
     with Engine("path/or/hub-id") as llm:
         print(lm_eval.simple_evaluate(model=LlmrtLM(llm), tasks=["arc_easy"])["results"])
 
-Texts are cut into tokens and windows as the harness does it for transformers, so the two compare.
+Texts are cut into tokens and windows as the harness does it for transformers with a `max_length` of
+one less than the model's, so the two compare.
 """
 
 from __future__ import annotations
@@ -128,7 +129,7 @@ class LlmrtLM(TemplateLM):
             context, options = cast("tuple[str, dict[str, Any]]", request.args)
             asked = self._sampling_params(options)
             assert asked.max_tokens is not None
-            room = max(1, self._engine.max_model_len - asked.max_tokens)
+            room = max(1, self.max_length - asked.max_tokens)
             prompts.append(_last(self.tok_encode(context), room))
             params.append(asked)
         texts = [output.text for output in self._engine.generate(prompts, params)]

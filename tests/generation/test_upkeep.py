@@ -62,8 +62,8 @@ def answers(llm: Engine) -> list[tuple[int, ...]]:
     return [o.token_ids for o in llm.generate(PROMPTS, GREEDY)]
 
 
-def fresh_answers(model: Path) -> list[tuple[int, ...]]:
-    with Engine(model) as llm:
+def fresh_answers(model: Path, **options: Any) -> list[tuple[int, ...]]:
+    with Engine(model, **options) as llm:
         return answers(llm)
 
 
@@ -87,18 +87,29 @@ def test_an_updated_engine_differs_from_a_fresh_one(tiny_model: Path, twin: Path
         assert answers(llm) == first
 
 
-@pytest.mark.parametrize("tp", [1, 2])
-def test_a_few_tensors_disturb_the_others(tiny_model: Path, tmp_path: Path, tp: int) -> None:
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"tp": 1},
+        {"tp": 2},
+        {"dtype": "bfloat16", "tp": 2},
+        {"dtype": "bfloat16", "quantization": "int8"},
+    ],
+    ids=str,
+)
+def test_a_few_tensors_disturb_the_others(
+    tiny_model: Path, tmp_path: Path, options: dict[str, Any]
+) -> None:
     changed = tensors_of(tiny_model)
     wanted = [GATE, "model.layers.1.self_attn.k_proj.weight", "model.norm.weight"]
     for name in wanted:
         changed[name] = changed[name] * 1.5
     expected_model = copy_model(tiny_model, tmp_path / "m")
     save_file(changed, expected_model / "model.safetensors", metadata={"format": "pt"})
-    with Engine(tiny_model, tp=tp) as llm:
+    with Engine(tiny_model, **options) as llm:
         before = answers(llm)
         llm.update_weights([(name, changed[name]) for name in wanted])
-        assert answers(llm) == fresh_answers(expected_model) != before
+        assert answers(llm) == fresh_answers(expected_model, **options) != before
 
 
 def test_a_prefix_of_the_old_weights_is_served(tiny_model: Path, twin: Path) -> None:
@@ -112,12 +123,13 @@ def test_a_prefix_of_the_old_weights_is_served(tiny_model: Path, twin: Path) -> 
         assert llm.generate([PROMPTS[0]], GREEDY)[0].num_cached_tokens == 0
 
 
-def test_a_tied_model_refuses_its_own_state_dict(tied: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_tied_model_refuses_its_own_state_dict(tied: Path, tmp_path: Path, dtype: Any) -> None:
     tensors = {name: t * 1.25 for name, t in tensors_of(tied).items()}
     expected_model = copy_model(tied, tmp_path / "m")
     save_file(tensors, expected_model / "model.safetensors", metadata={"format": "pt"})
-    expected = fresh_answers(expected_model)
-    with Engine(tied, tp=2) as llm:
+    expected = fresh_answers(expected_model, dtype=dtype, tp=2)
+    with Engine(tied, dtype=dtype, tp=2) as llm:
         before = answers(llm)
         assert before != expected
         llm.update_weights({**tensors, "lm_head.weight": tensors["model.embed_tokens.weight"]})

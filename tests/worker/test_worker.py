@@ -31,8 +31,10 @@ from llmrt.messages import (
     Load,
     LoadReport,
     ScheduledSequence,
+    Sleep,
     Stop,
     Stopped,
+    Wake,
 )
 from llmrt.shared_memory_layout import shared_memory_bytes
 from llmrt.worker.worker import Worker
@@ -141,6 +143,30 @@ def test_an_engine_in_this_process_leaves_its_model_behind(
                 assert runner() is None
             finally:
                 gc.enable()
+
+
+@pytest.mark.parametrize("drops_weights", [False, True])
+def test_a_sleeping_worker_keeps_what_it_gave_away(
+    checkpoints: dict[str, Checkpoint], drops_weights: bool
+) -> None:
+    prompt = random_prompt(9, 320)
+    with ranks_of(checkpoints["llama"]) as ranks:
+        (worker,) = ranks.workers
+        ranks.handle(Load())
+        ranks.handle(AllocateCache(num_blocks=32))
+        expected = generate(ranks, prompt, 6)
+        assert worker._runner is not None
+        cache = weakref.ref(worker._runner._inputs)
+        weight = weakref.ref(next(iter(worker.model.parameters())))  # type: ignore[union-attr]
+        gc.disable()
+        try:
+            assert ranks.handle(Sleep(drops_weights=drops_weights)) == [Done()]
+            assert cache() is None
+            assert (weight() is None) == drops_weights
+        finally:
+            gc.enable()
+        assert ranks.handle(Wake(num_blocks=32)) == [Done()]
+        assert generate(ranks, prompt, 6) == expected
 
 
 def test_a_group_with_a_dead_peer_counts_as_destroyed(checkpoints: dict[str, Checkpoint]) -> None:
