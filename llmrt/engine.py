@@ -324,7 +324,12 @@ class Engine:
         return self._wait_for_call(self.begin_call(fn, args, kwargs), timeout)
 
     def apply_model(self, fn: Callable[[Any], Any], *, timeout: float | None = None) -> list[Any]:
-        """Run *fn* on every rank's `torch.nn.Module`; return the results by rank."""
+        """Run *fn* on every rank's `torch.nn.Module`; return the results by rank.
+
+        Names are transformers', with the projections of one input fused (`qkv_proj`,
+        `gate_up_proj`). A matrix that its kernel wants in another form is no parameter;
+        `model.num_bytes` counts every weight.
+        """
         return self._wait_for_call(self.begin_call(fn, on_model=True), timeout)
 
     # ---- long-lived use ----

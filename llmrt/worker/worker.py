@@ -96,7 +96,7 @@ class Worker:
         if uses_cuda:
             torch.cuda.empty_cache()
         if self._num_threads_before is not None:
-            torch.set_num_threads(self._num_threads_before)
+            _use_threads(self._num_threads_before)
             self._num_threads_before = None
         return Stopped(rank=self.rank, group_destroyed=is_destroyed)
 
@@ -126,7 +126,7 @@ class Worker:
         """Use this rank's share of the cores; in the user's own process until `stop` only."""
         if self._config.num_threads is not None:
             self._num_threads_before = torch.get_num_threads()
-            torch.set_num_threads(self._config.num_threads)
+            _use_threads(self._config.num_threads)
 
     def _load_model(self, group: TPGroup, placement: Placement) -> None:
         """Read this rank's weights, and make what runs and changes them."""
@@ -217,3 +217,10 @@ class Worker:
             self._group.destroy()
         self._group = None
         return destroy
+
+
+def _use_threads(num_threads: int) -> None:
+    # Setting the number also starts a pool that nothing here uses and that torch never ends, so
+    # the user's own process keeps what it has where that is right already.
+    if torch.get_num_threads() != num_threads:
+        torch.set_num_threads(num_threads)

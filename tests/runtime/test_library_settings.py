@@ -8,12 +8,12 @@ from llmrt.runtime.library_settings import library_settings
 
 
 def test_waiting_threads_keep_their_cores() -> None:
-    assert library_settings({})["OMP_WAIT_POLICY"] == "PASSIVE"
+    assert 0 < int(library_settings({})["GOMP_SPINCOUNT"]) < 10_000
 
 
 @pytest.mark.parametrize("name", ["OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME"])
 def test_a_user_who_chose_a_wait_policy_gets_another(name: str) -> None:
-    assert "OMP_WAIT_POLICY" not in library_settings({name: "1"})
+    assert not {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"} & library_settings({name: "1"}).keys()
 
 
 @pytest.mark.parametrize("name", ["MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_"])

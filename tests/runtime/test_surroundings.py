@@ -103,9 +103,10 @@ def test_blas_threads_are_as_the_user_set_them(
     assert ask(start_group(), "env", "OPENBLAS_NUM_THREADS") == [value] * 2
 
 
-def test_importing_numpy_first_leaves_one_thread(start_group: MakeGroup) -> None:
+def test_importing_numpy_first_leaves_a_thread(start_group: MakeGroup) -> None:
+    without = ask(start_group(), "num_threads")  # a forked rank has run parallel regions
     group = start_group(preload=("numpy",))
-    assert ask(group, "num_threads") <= [2, 2]  # a forked rank has run a parallel region
+    assert ask(group, "num_threads") == without
     assert not [phase for phase in group.heard.phases if phase[1] == "executing"]
 
 

@@ -18,6 +18,7 @@ from torch import Tensor
 from llmrt.worker.attention.metadata import AttentionMetadata, DecodeGroup, PrefillGroup
 from llmrt.worker.attention.scaled_dot_product import attend
 from llmrt.worker.device import Placement
+from llmrt.worker.matrices.kernels import has_fast_bfloat16
 from llmrt.worker.shard import HeadShard
 
 QUERIES_PER_BLOCK = 128
@@ -34,9 +35,10 @@ class TorchAttention:
         self._num_heads = heads.num_heads
         self._num_kv_heads = heads.num_kv_heads
         self._groups = HeadGroups(heads, placement.device)
-        # Not in bfloat16: plain products would round the scores, and answers would suffer.
-        is_exact = placement.dtype == torch.float32
-        self._by_products = placement.device.type == "cpu" and is_exact
+        is_fast_dtype = placement.dtype == torch.float32 or (
+            placement.dtype == torch.bfloat16 and has_fast_bfloat16()
+        )
+        self._by_products = placement.device.type == "cpu" and is_fast_dtype
 
     def __call__(self, qkv_THD: Tensor, attention: AttentionMetadata) -> Tensor:
         """Store keys and values, and attend."""

@@ -150,7 +150,7 @@ class Decoder(nn.Module):
         attention: AttentionMetadata,
         rows_R: Tensor | None = None,
     ) -> Tensor:
-        """Return the residual stream x_RD after the last layer; `logits` takes rows of it.
+        """Return the residual stream x_RD after the last layer, in float32; `logits` takes rows.
 
         Args:
             input_ids_T: the tokens of the step.
@@ -159,7 +159,8 @@ class Decoder(nn.Module):
             rows_R: the tokens whose stream is wanted, at least one; None for all.
         """
         angles = self.rotary(positions_T, attention.lengths_T)
-        x_TD = self.embed_tokens(input_ids_T)
+        # The stream is a sum over all layers: in bfloat16 it would lose a little in each.
+        x_TD = self.embed_tokens(input_ids_T).float()
         *layers, last = self.layers
         for layer in layers:
             x_TD = layer(x_TD, angles, attention)
