@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import sys
 import tempfile
 import time
 from collections import Counter
@@ -67,9 +68,17 @@ def _describe(pid: int) -> str:
         return str(pid)
 
 
+def start_torch_threads() -> None:
+    """Let torch start the threads that it never ends, so that no test seems to leave them."""
+    torch = sys.modules.get("torch")
+    if torch is not None:
+        torch.ones(1 << 20).sum()
+
+
 @contextmanager
 def no_leaks() -> Iterator[None]:
     """Fail if what runs inside leaves anything; what ends by itself gets a moment."""
+    start_torch_threads()
     gc.collect()
     before = Snapshot.take()
     yield
