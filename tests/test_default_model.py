@@ -11,7 +11,7 @@ import pytest
 from llmrt import Engine, SamplingParams
 from llmrt.checkpoint.resolve import resolve
 from llmrt.display.progress import Progress
-from tests.support.reference import greedy_reference
+from tests.support.reference import greedy_shortfalls
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -48,18 +48,14 @@ def weights() -> Path:
 
 
 def test_float32_tokens_equal_transformers_on_every_split(weights: Path) -> None:
-    answers = {}
+    outputs = []
     for tp in (1, 2, 4):
         with Engine(dtype="float32", tp=tp) as llm:
-            answers[tp] = llm.generate(PROMPTS, GREEDY)
-    prompts = [o.prompt_token_ids for o in answers[1]]
-    references = greedy_reference(weights, prompts, NUM_TOKENS)
-    for tp, outputs in answers.items():
-        differences = [
-            reference.first_difference(output.token_ids, min_gap=1e-3)
-            for reference, output in zip(references, outputs, strict=True)
-        ]
-        assert differences == [None] * len(PROMPTS), f"tp={tp}"
+            outputs += llm.generate(PROMPTS, GREEDY)
+    answers = [o.token_ids for o in outputs]
+    assert [len(answer) for answer in answers] == [NUM_TOKENS] * 3 * len(PROMPTS)
+    shortfalls = greedy_shortfalls(weights, [o.prompt_token_ids for o in outputs], answers)
+    assert max(map(max, shortfalls)) < 1e-3  # At a near-tie either token will do.
 
 
 SCRIPT = """

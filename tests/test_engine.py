@@ -24,7 +24,7 @@ GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 PROMPTS = ["The capital", "a", "Once upon a time there was", "0123456789" * 6]
 
 
-@pytest.fixture(params=["mp", "inprocess"])
+@pytest.fixture(params=["mp", pytest.param("inprocess", marks=pytest.mark.slow)])
 def llm(request: pytest.FixtureRequest, tiny_model: Path) -> Iterator[Engine]:
     with Engine(tiny_model, backend=request.param) as engine:
         yield engine

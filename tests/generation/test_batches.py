@@ -13,6 +13,8 @@ import pytest
 from llmrt import Engine, RequestOutput, SamplingParams
 from tests.support.tiny_model import write_tiny_model
 
+pytestmark = pytest.mark.slow
+
 BLOCK_BYTES = 2 * 2 * 16 * 16 * 4 * 2
 PROMPTS = ["The capital", "a", "Once upon a time there was", "0123456789" * 6, "zz", "Name it:"]
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)

@@ -32,6 +32,8 @@ from tests.support.checkpoints import Checkpoint, write_checkpoint
 from tests.support.tiny_engine import Alone, ProcessorError, TinyEngine
 from tests.support.tokenizers import byte_level_backend, llama_backend, tokenizer_of
 
+pytestmark = pytest.mark.slow
+
 MAX_MODEL_LEN = 48
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {"num_hidden_layers": 2}),

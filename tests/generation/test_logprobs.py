@@ -14,6 +14,8 @@ import pytest
 from llmrt import AsyncEngine, Engine, Logprob, RequestError, SamplingParams
 from tests.support.reference import logprobs_reference
 
+pytestmark = pytest.mark.slow
+
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
 RANDOM = replace(GREEDY, temperature=1.5, seed=4, top_k=50)
 VOCAB = 261
@@ -96,8 +98,9 @@ def test_logprobs_do_not_hold_the_sampled_token(
     llm: Engine, tiny_model: Path, k: int, params: SamplingParams
 ) -> None:
     prompt = LONG[:9]
-    for completion in llm.generate([prompt], replace(params, logprobs=k, n=2))[0].outputs:
-        rows = logprobs_reference(tiny_model, [[*prompt, *completion.token_ids]])[0]
+    completions = llm.generate([prompt], replace(params, logprobs=k, n=2))[0].outputs
+    references = logprobs_reference(tiny_model, [[*prompt, *c.token_ids] for c in completions])
+    for completion, rows in zip(completions, references, strict=True):
         assert completion.logprobs is not None
         assert len(completion.logprobs) == len(completion.token_ids)
         total = 0.0

@@ -13,6 +13,8 @@ import pytest
 from llmrt import AsyncEngine, Increment, SamplingParams
 from llmrt.streams import AsyncStream
 
+pytestmark = pytest.mark.slow
+
 NUM_STREAMS = 1000
 LONG = SamplingParams(temperature=0, max_tokens=400, ignore_eos=True)
 

@@ -29,6 +29,8 @@ from llmrt import (
 from tests.support.scripts import copy_model
 from tests.support.tiny_model import write_tiny_model
 
+pytestmark = pytest.mark.slow
+
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 LONG = SamplingParams(temperature=0, max_tokens=300, ignore_eos=True)
 PROMPTS: list[Any] = [list(range(10, 75)), "a", "Once upon a time"]

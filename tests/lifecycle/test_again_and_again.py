@@ -17,6 +17,8 @@ from llmrt import Engine, EngineStartError
 from tests.lifecycle.conftest import SHORT, MakeEngine, StartProgram, pids_of
 from tests.support.program import Program
 
+pytestmark = pytest.mark.slow
+
 CYCLES = """
 import gc, tempfile
 from tests.support.rigged import Rigged

@@ -10,6 +10,8 @@ from tests.lifecycle.conftest import StartProgram
 from tests.support.leaks import wait_until_gone
 from tests.support.program import Program
 
+pytestmark = pytest.mark.slow
+
 KEPT = {
     "a global": "kept = llm = Engine(MODEL, tp=2).open()",
     "a dict of a module": "llm = Engine(MODEL, tp=2).open(); json.engines = {'main': llm}",

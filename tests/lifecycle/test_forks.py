@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
+
 from tests.lifecycle.conftest import StartProgram
 from tests.support.leaks import wait_until_gone
+
+pytestmark = pytest.mark.slow
 
 USES = {
     "generate": 'llm.generate("a", SHORT)',

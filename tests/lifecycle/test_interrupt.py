@@ -17,6 +17,8 @@ from tests.lifecycle.conftest import LONG, SHORT, MakeEngine, is_waiting_in, pid
 from tests.support.leaks import is_running
 from tests.support.rigged import Rigged
 
+pytestmark = pytest.mark.slow
+
 LIMIT = 1.0
 MANY = ["a"] * 64
 

@@ -17,6 +17,8 @@ from tests.lifecycle.conftest import QUICK, SHORT, assert_gone, pids_of
 from tests.support.leaks import Snapshot
 from tests.support.rigged import Rigged
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(llmrt.__file__).parent
 WATCHED = {str(ROOT / f"{name}.py") for name in ("engine", "lifecycle", "session")}
 LEFT_TO_THE_USER = {"__enter__", "__exit__", "open", "close"}

@@ -27,6 +27,8 @@ from llmrt import (
 from tests.lifecycle.conftest import SHORT, MakeEngine, StartProgram, in_thread, wait_until
 from tests.support.rigged import Rigged
 
+pytestmark = pytest.mark.slow
+
 
 def snapshot() -> dict[str, Any]:
     """Return everything of this process that is its user's and that a library might touch."""

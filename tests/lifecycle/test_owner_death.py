@@ -13,6 +13,8 @@ import pytest
 from tests.lifecycle.conftest import StartProgram, wait_until
 from tests.support.leaks import is_running, wait_until_gone
 
+pytestmark = pytest.mark.slow
+
 IDLE = """
 llm = Engine(MODEL, tp=2).open()
 say(ready=True)

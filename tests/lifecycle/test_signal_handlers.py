@@ -11,6 +11,8 @@ from tests.lifecycle.conftest import StartProgram
 from tests.support.leaks import wait_until_gone
 from tests.support.program import Program
 
+pytestmark = pytest.mark.slow
+
 
 def strike(program: Program, name: str) -> str:
     """Send a signal when it is ready; return its stderr. Nothing may be left, and it is quick."""

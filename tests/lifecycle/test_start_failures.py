@@ -12,6 +12,8 @@ import pytest
 from llmrt import ConfigError, Engine, EngineStartError, EngineState, LlmrtError
 from tests.lifecycle.conftest import SHORT
 
+pytestmark = pytest.mark.slow
+
 
 def without_config(model: Path) -> None:
     (model / "config.json").unlink()

@@ -10,6 +10,8 @@ import pytest
 from tests.support.program import ROOT
 from tests.support.terminal import open_terminal
 
+pytestmark = pytest.mark.slow
+
 PROGRAM = """
 import sys
 from pathlib import Path

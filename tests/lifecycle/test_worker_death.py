@@ -36,6 +36,8 @@ from tests.lifecycle.conftest import (
 from tests.support.leaks import is_running
 from tests.support.rigged import Rigged
 
+pytestmark = pytest.mark.slow
+
 LIMIT = 1.0
 SIGNALS = ("SIGKILL", "SIGSEGV", "SIGTERM")
 TARGETS = {"guard": 0, "rank 0": 1, "rank 1": 2}

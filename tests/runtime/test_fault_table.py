@@ -22,6 +22,8 @@ from tests.runtime.conftest import HeardGroup, MakeGroup
 from tests.support.fake_workers import Ask, Echo, FakeConfig, Misbehave
 from tests.support.leaks import wait_until_gone
 
+pytestmark = pytest.mark.slow
+
 LIMITS = Timeouts(
     start_progress=1.0, step=1.0, stacks=0.2, close=4.0, close_ask=0.4, close_terminate=0.3
 )

@@ -1,9 +1,9 @@
-"""Greedy decoding by transformers, in a process of its own: the reference for our tokens.
+"""What transformers makes of token ids, in a process of its own: the reference for our tokens.
 
-    echo '{"prompts": [[1, 2]], "num_tokens": 8}' | python -m tests.support.reference MODEL float32
+    echo '{"texts": [[1, 2, 3]], "starts": [1]}' | python -m tests.support.reference MODEL float32
 
-MODEL is a directory or a GGUF file. Prints, per prompt, the ids and how far apart the two best
-logits were at each step.
+MODEL is a directory or a GGUF file. Prints, per text, by how much each token from the start on
+misses the best logit; without starts, the log-probabilities of all tokens at every position.
 """
 
 from __future__ import annotations
@@ -12,56 +12,33 @@ import json
 import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 
-@dataclass(frozen=True, kw_only=True)
-class Reference:
-    """What transformers generates for one prompt."""
-
-    token_ids: list[int]
-    gaps: list[float]
-    """By step: the best logit minus the second best."""
-
-    def first_difference(self, token_ids: Sequence[int], min_gap: float) -> int | None:
-        """Return where *token_ids* differ although the reference had no near-tie; None if nowhere.
-
-        After a difference at a near-tie the texts part, and there is nothing more to compare.
-        """
-        for i, (expected, got) in enumerate(zip(self.token_ids, token_ids, strict=True)):
-            if expected != got:
-                return i if self.gaps[i] > min_gap else None
-        return None
-
-
-def greedy_reference(
-    model: Path, prompts: Sequence[Sequence[int]], num_tokens: int, dtype: str = "float32"
-) -> list[Reference]:
-    """Return what transformers generates greedily, EOS ignored."""
-    asked = json.dumps({"prompts": [list(p) for p in prompts], "num_tokens": num_tokens})
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.support.reference", str(model), dtype],
-        cwd=Path(__file__).parents[2],
-        input=asked,
-        stdout=subprocess.PIPE,
-        text=True,
-        timeout=600,
-        check=True,
-    )
-    return [Reference(**r) for r in json.loads(done.stdout)]
+def greedy_shortfalls(
+    model: Path,
+    prompts: Sequence[Sequence[int]],
+    answers: Sequence[Sequence[int]],
+    dtype: str = "float32",
+) -> list[list[float]]:
+    """Return, per answer and token, the best logit at its place minus its own: 0 if greedy."""
+    texts = [[*prompt, *answer] for prompt, answer in zip(prompts, answers, strict=True)]
+    return _ask(model, dtype, {"texts": texts, "starts": [len(p) for p in prompts]})
 
 
 def logprobs_reference(
     model: Path, texts: Sequence[Sequence[int]], dtype: str = "float32"
 ) -> list[list[list[float]]]:
     """Return, per text and position, the log-probability of every token that could come next."""
-    asked = json.dumps({"texts": [list(t) for t in texts]})
+    return _ask(model, dtype, {"texts": [list(t) for t in texts]})
+
+
+def _ask(model: Path, dtype: str, asked: dict[str, Any]) -> Any:
     done = subprocess.run(
         [sys.executable, "-m", "tests.support.reference", str(model), dtype],
         cwd=Path(__file__).parents[2],
-        input=asked,
+        input=json.dumps(asked),
         stdout=subprocess.PIPE,
         text=True,
         timeout=600,
@@ -85,20 +62,13 @@ def load(path: Path, dtype: str) -> Any:
     return AutoModelForCausalLM.from_pretrained(str(path), **options).eval()
 
 
-def decode(model: Any, prompt: list[int], num_tokens: int) -> dict[str, list[Any]]:
-    """Decode greedily, noting the gap between the two best logits of each step."""
+def shortfalls(logits_TV: Any, ids: list[int], start: int) -> list[float]:
+    """Return by how much each token from *start* on misses the best."""
     import torch
 
-    ids, past = torch.tensor([prompt]), None
-    token_ids: list[int] = []
-    gaps: list[float] = []
-    for _ in range(num_tokens):
-        out = model(input_ids=ids, past_key_values=past, use_cache=True)
-        best = out.logits[0, -1].float().topk(2)
-        token_ids.append(int(best.indices[0]))
-        gaps.append(float(best.values[0] - best.values[1]))
-        ids, past = best.indices[:1].view(1, 1), out.past_key_values
-    return {"token_ids": token_ids, "gaps": gaps}
+    rows = logits_TV[start - 1 : -1].float()
+    chosen = rows.gather(1, torch.tensor(ids[start:])[:, None])[:, 0]
+    return (rows.amax(dim=1) - chosen).tolist()
 
 
 def main() -> None:
@@ -108,11 +78,12 @@ def main() -> None:
     asked = json.load(sys.stdin)
     model = load(Path(sys.argv[1]), sys.argv[2])
     with torch.inference_mode():
-        if "texts" in asked:
-            texts = [model(torch.tensor([ids])).logits[0].log_softmax(-1) for ids in asked["texts"]]
-            json.dump([text.tolist() for text in texts], sys.stdout)
-            return
-        answers = [decode(model, prompt, asked["num_tokens"]) for prompt in asked["prompts"]]
+        texts = [(ids, model(torch.tensor([ids])).logits[0]) for ids in asked["texts"]]
+        if "starts" in asked:
+            starts = asked["starts"]
+            answers = [shortfalls(x, i, n) for (i, x), n in zip(texts, starts, strict=True)]
+        else:
+            answers = [logits_TV.log_softmax(-1).tolist() for _, logits_TV in texts]
     json.dump(answers, sys.stdout)
 
 

@@ -20,6 +20,8 @@ from tests.support.tiny_driver import (
     logits_at_every_position,
 )
 
+pytestmark = pytest.mark.slow
+
 ROPE: dict[str, dict[str, Any]] = {
     "linear": {"rope_type": "linear", "factor": 4.0},
     "dynamic": {"rope_type": "dynamic", "factor": 4.0},
