@@ -67,7 +67,7 @@ def main() -> None:
     greedy = SamplingParams(temperature=0, max_tokens=options.num_tokens)
     with Engine(options.model, tp=options.tp, dtype="bfloat16", progress=False) as llm:
         prompts = prompts_of(llm, options.num_prompts)
-        ours = [output.token_ids for output in llm.generate(prompts, greedy)]
+        ours = [list(output.token_ids) for output in llm.generate(prompts, greedy)]
     num_tokens = options.num_tokens
     named = {
         "llmrt bfloat16": ours,
