@@ -225,8 +225,8 @@ def test_an_idle_group_uses_no_processor_time(start_group: MakeGroup) -> None:
 
     # OpenMP's threads spin on for a while after the region that proves them in a forked rank.
     idle = [idle_second() for _ in range(3)]
-    assert min(ticks for ticks, _ in idle) <= 1
-    assert min(own for _, own in idle) < 0.02
+    assert idle[-1][0] <= 1
+    assert max(own for _, own in idle) < 0.02
 
 
 def test_what_the_user_holds_is_not_touched_by_a_fork(

@@ -78,7 +78,8 @@ def main() -> None:
     asked = json.load(sys.stdin)
     model = load(Path(sys.argv[1]), sys.argv[2])
     with torch.inference_mode():
-        texts = [(ids, model(torch.tensor([ids])).logits[0]) for ids in asked["texts"]]
+        # One after the other: the logits of all texts would be hundreds of megabytes.
+        texts = ((ids, model(torch.tensor([ids])).logits[0]) for ids in asked["texts"])
         if "starts" in asked:
             starts = asked["starts"]
             answers = [shortfalls(x, i, n) for (i, x), n in zip(texts, starts, strict=True)]
