@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from typing_extensions import Self
 
+from llmrt.async_stream import AsyncStream
 from llmrt.engine import Engine, results_of_call, scores_of
 from llmrt.intake import Message, Prompt
 from llmrt.lifecycle import EngineState
@@ -24,7 +25,6 @@ from llmrt.outputs import (
 )
 from llmrt.sampling import SamplingParams
 from llmrt.session import RemoteCall
-from llmrt.streams import AsyncStream
 from llmrt.tokenizer import Tokenizer
 from llmrt.upkeep import Upkeep
 

@@ -6,6 +6,7 @@ import os
 import re
 import sys
 from dataclasses import dataclass
+from importlib import import_module
 from typing import Any
 
 from llmrt.config import EngineConfig
@@ -15,10 +16,14 @@ from llmrt.runtime import placement, ray_cluster
 from llmrt.runtime.cores import available_cores
 from llmrt.runtime.environment import Environment
 from llmrt.runtime.launchers.base import Launcher
-from llmrt.runtime.launchers.inprocess import InProcessLauncher
-from llmrt.runtime.launchers.mp import MpLauncher
-from llmrt.runtime.launchers.ray import RayLauncher
-from llmrt.runtime.ray_crew import RayRequest
+from llmrt.runtime.placement import RayRequest
+
+_LAUNCHERS = {
+    "mp": "llmrt.runtime.launchers.mp:MpLauncher",
+    "ray": "llmrt.runtime.launchers.ray:RayLauncher",
+    "inprocess": "llmrt.runtime.launchers.inprocess:InProcessLauncher",
+}
+"""By name: the class that starts workers, imported when it is chosen."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +50,7 @@ def choose_backend(options: EngineConfig, environment: Environment) -> Backend:
     if backend == "auto":
         backend, reason = _choose_name(options, environment)
     if backend == "ray":
-        return Backend(name="ray", reason=reason, launcher=RayLauncher(_ray_request(options)))
+        return Backend(name="ray", reason=reason, launcher=_launcher("ray", _ray_request(options)))
     if options.placement_group is not None:
         raise ConfigError(f'placement_group= is for backend="ray", not for backend={backend!r}.')
     if backend == "inprocess":
@@ -53,10 +58,15 @@ def choose_backend(options: EngineConfig, environment: Environment) -> Backend:
     return _mp(reason)
 
 
+def _launcher(name: str, *arguments: Any) -> Launcher:
+    module, _, launcher = _LAUNCHERS[name].partition(":")
+    return getattr(import_module(module), launcher)(*arguments)
+
+
 def _inprocess(tp: int, reason: str) -> Backend:
     if tp != 1:
         raise ConfigError(f'backend="inprocess" runs one rank: tp must be 1, not {tp}.')
-    return Backend(name="inprocess", reason=reason, launcher=InProcessLauncher())
+    return Backend(name="inprocess", reason=reason, launcher=_launcher("inprocess"))
 
 
 def _mp(reason: str) -> Backend:
@@ -64,7 +74,7 @@ def _mp(reason: str) -> Backend:
         raise ConfigError(
             f'backend="mp" runs on Linux only, this is {sys.platform}; use backend="inprocess".'
         )
-    return Backend(name="mp", reason=reason, launcher=MpLauncher())
+    return Backend(name="mp", reason=reason, launcher=_launcher("mp"))
 
 
 # ---- Ray ----

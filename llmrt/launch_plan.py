@@ -11,9 +11,9 @@ from llmrt.config import EngineConfig, Timeouts, WorkerConfig
 from llmrt.errors import ConfigError
 from llmrt.model_config import ModelConfig, check_tp
 from llmrt.runtime.environment import Environment, deciding_row, explain_start_method
+from llmrt.runtime.fork_history import FORK_HISTORY
 from llmrt.runtime.interpreter import python_command
 from llmrt.runtime.launchers.base import GroupSpec, Launcher
-from llmrt.runtime.launchers.mp import FORK_HISTORY
 from llmrt.runtime.observe import observe
 from llmrt.runtime.start_method import StartMethod
 from llmrt.scheduler.limits import SchedulerConfig

@@ -6,12 +6,10 @@ into one increment per completion.
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import os
 import threading
 import weakref
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from llmrt.interruption import INTERRUPTIONS
@@ -96,7 +94,7 @@ class StreamBuffer:
             raise StopIteration
 
 
-class _Reading:
+class Reading:
     """The reading end of a buffer: dropped, it aborts the request."""
 
     def __init__(self, buffer: StreamBuffer, abort: Callable[[], None], owner: object) -> None:
@@ -107,14 +105,16 @@ class _Reading:
         self._finalizer.atexit = False
 
     def take(self) -> Increment | None:
+        """Return what `StreamBuffer.take` does; after its end there is nothing left to abort."""
         check_owner(self._owner_pid)
         try:
             return self._buffer.take()
         except BaseException:
-            self._finalizer.detach()  # it is over: nothing to abort
+            self._finalizer.detach()
             raise
 
     def abort(self) -> None:
+        """Abort the request unless it is over."""
         if self._finalizer.alive:
             self._finalizer()
             self._buffer.end()
@@ -124,7 +124,7 @@ class Stream(Iterator[Increment]):
     """Iterates over the increments of one request; dropping or closing it aborts the request."""
 
     def __init__(self, buffer: StreamBuffer, abort: Callable[[], None], owner: object) -> None:
-        self._reading = _Reading(buffer, abort, owner)
+        self._reading = Reading(buffer, abort, owner)
         self._news = threading.Event()
         buffer.on_news(self._news.set)
 
@@ -151,44 +151,3 @@ class Stream(Iterator[Increment]):
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-class AsyncStream(AsyncIterator[Increment]):
-    """Stream, awaited. It belongs to the event loop that runs when it is made."""
-
-    def __init__(self, buffer: StreamBuffer, abort: Callable[[], None], owner: object) -> None:
-        self._reading = _Reading(buffer, abort, owner)
-        self._news = news = asyncio.Event()
-        loop = asyncio.get_running_loop()
-
-        def tell() -> None:  # holds no reference to the stream, which may be dropped
-            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody reads
-                loop.call_soon_threadsafe(news.set)
-
-        buffer.on_news(tell)
-
-    async def __anext__(self) -> Increment:
-        """Wait for what is new and return it."""
-        while True:
-            self._news.clear()
-            try:
-                increment = self._reading.take()
-            except StopIteration:
-                raise StopAsyncIteration from None
-            if increment is not None:
-                return increment
-            try:
-                await self._news.wait()
-            except asyncio.CancelledError:
-                self._reading.abort()  # as an async generator would end
-                raise
-
-    async def aclose(self) -> None:
-        """Abort the request if it still runs; iteration ends after what is pending."""
-        self._reading.abort()
-
-    async def __aenter__(self) -> AsyncStream:
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await self.aclose()

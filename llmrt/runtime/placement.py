@@ -8,10 +8,22 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 
 class PlacementError(Exception):
     """Ray cannot place the workers; the message says what was asked and what there is."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RayRequest:
+    """How the workers of an engine are to be placed."""
+
+    group: Any | None
+    """The placement group to use, which stays its owner's; None makes one."""
+    device: str = "auto"
+    num_cpus: float = 1.0
+    """Of every rank, in a group of our own."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

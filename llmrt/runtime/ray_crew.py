@@ -26,7 +26,7 @@ from llmrt.runtime.events import LaunchFailed, Phase
 from llmrt.runtime.handshake import new_secret
 from llmrt.runtime.launchers.base import GroupSpec
 from llmrt.runtime.own_ray import OwnRay
-from llmrt.runtime.placement import Bundle, PlacementError
+from llmrt.runtime.placement import Bundle, PlacementError, RayRequest
 from llmrt.runtime.ray_actor import Orders, SharedFile, Whereabouts
 from llmrt.runtime.ray_inbox import ActorLost, ActorPlaced, News
 from llmrt.version import __version__
@@ -34,17 +34,6 @@ from llmrt.version import __version__
 _SLICE_SECONDS = 0.2
 _SHARE_OF_PATIENCE = 0.8
 """How much of the time without progress goes by before Ray's part is given up, with its reason."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RayRequest:
-    """How the workers of an engine are to be placed."""
-
-    group: Any | None
-    """The placement group to use, which stays its owner's; None makes one."""
-    device: str = "auto"
-    num_cpus: float = 1.0
-    """Of every rank, in a group of our own."""
 
 
 class _Released(Exception):  # noqa: N818 - nothing is wrong: the engine lets go

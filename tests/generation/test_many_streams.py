@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from llmrt import AsyncEngine, Increment, SamplingParams
-from llmrt.streams import AsyncStream
+from llmrt.async_stream import AsyncStream
 
 pytestmark = pytest.mark.slow
 

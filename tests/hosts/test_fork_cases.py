@@ -85,7 +85,8 @@ OPENS_BESIDE_TORCH = """
 import json, sys, threading
 import torch
 from collections import Counter
-from llmrt.runtime.launchers.mp import ForkHistory, MpLauncher
+from llmrt.runtime.fork_history import ForkHistory
+from llmrt.runtime.launchers.mp import MpLauncher
 from tests.runtime.conftest import new_group
 from tests.support.fake_workers import Echo
 

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 from llmrt.config import Timeouts
+from llmrt.runtime.fork_history import ForkHistory
 from llmrt.runtime.launchers.base import GroupSpec, Launcher
-from llmrt.runtime.launchers.mp import ForkHistory, MpLauncher
+from llmrt.runtime.launchers.mp import MpLauncher
 from llmrt.runtime.rank_view import WorkerOutput
 from llmrt.runtime.start_method import StartMethod
 from llmrt.runtime.worker_group import WorkerGroup

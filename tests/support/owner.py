@@ -19,8 +19,9 @@ from typing import Any
 
 from llmrt.config import Timeouts
 from llmrt.errors import LlmrtError
+from llmrt.runtime.fork_history import FORK_HISTORY
 from llmrt.runtime.launchers.base import GroupSpec
-from llmrt.runtime.launchers.mp import FORK_HISTORY, MpLauncher
+from llmrt.runtime.launchers.mp import MpLauncher
 from llmrt.runtime.start_method import StartMethod
 from llmrt.runtime.worker_group import WorkerGroup
 from tests.support.fake_workers import Ask, Echo, FakeConfig, Misbehave

@@ -15,7 +15,7 @@ import psutil
 from llmrt import Engine, SamplingParams
 from llmrt.config import Timeouts
 from llmrt.runtime.launchers.ray import RayLauncher
-from llmrt.runtime.ray_crew import RayRequest
+from llmrt.runtime.placement import RayRequest
 from tests.runtime.conftest import HeardGroup, new_group
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)

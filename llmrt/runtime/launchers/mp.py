@@ -26,32 +26,12 @@ from llmrt.runtime.events import (
     SignalRank,
     Stream,
 )
+from llmrt.runtime.fork_history import FORK_HISTORY, ForkHistory
 from llmrt.runtime.launchers.base import GroupSpec
 from llmrt.runtime.rank_process import OutputPipe
 from llmrt.runtime.start_method import StartMethod
 
 _KILL_SECONDS = 5.0
-
-
-@dataclass(kw_only=True)
-class ForkHistory:
-    """What this process knows of its own forks. One per process: that is what it is about."""
-
-    failure: str | None = None
-    """Why it forks no more; None while it may."""
-    pid: int = 0
-    """Where that was learned: a process forked from this one may try again."""
-
-    def forbid(self, reason: str) -> None:
-        """Remember that a fork did not work here."""
-        self.failure, self.pid = reason, os.getpid()
-
-    def why_not(self) -> str | None:
-        """Return why this process forks no more, or None."""
-        return self.failure if self.pid == os.getpid() else None
-
-
-FORK_HISTORY = ForkHistory()
 
 
 class MpLauncher:

@@ -41,8 +41,8 @@ from llmrt.runtime.events import (
 from llmrt.runtime.handshake import Guest, Purpose
 from llmrt.runtime.launchers.base import GroupSpec
 from llmrt.runtime.own_ray import OWN_RAY, OwnRay
-from llmrt.runtime.placement import PlacementError
-from llmrt.runtime.ray_crew import Crew, RayRequest, launch_failure
+from llmrt.runtime.placement import PlacementError, RayRequest
+from llmrt.runtime.ray_crew import Crew, launch_failure
 from llmrt.runtime.ray_inbox import ActorLost, ActorPlaced, Inbox, News
 from llmrt.runtime.start_method import StartMethod
 
