@@ -21,7 +21,9 @@ class RMSNorm(nn.Module):
     def __init__(self, size: int, eps: float, placement: Placement) -> None:
         super().__init__()
         self._eps = eps
+        self._eps_scalar = torch.tensor(eps)
         self._dtype = placement.dtype
+        self._has_fused_kernel = placement.device.type == "cuda"
         self.weight = nn.Parameter(
             torch.empty(size, device=placement.device, dtype=torch.float32), requires_grad=False
         )
@@ -32,5 +34,15 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return *x*, in float32 or the model's dtype, normalised, in the model's dtype."""
-        y = F.rms_norm(x.float(), self.weight.shape, self.weight, self._eps)
+        x = x.float()
+        if self._has_fused_kernel:
+            y = F.rms_norm(x, self.weight.shape, self.weight, self._eps)
+        else:
+            y = self._by_vector_norm(x)
         return y.to(self._dtype)
+
+    def _by_vector_norm(self, x: Tensor) -> Tensor:
+        """Do it in two passes over *x*: on a CPU F.rms_norm is a third of the speed."""
+        length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+        factor = torch.addcmul(self._eps_scalar, length, length, value=1 / x.shape[-1]).rsqrt_()
+        return (x * factor).mul_(self.weight)
