@@ -11,6 +11,7 @@ from torch import Tensor
 
 from llmrt.messages import ScheduledSequence
 from llmrt.model_config import ModelConfig
+from llmrt.worker.attention.contexts import ContextKeeper
 from llmrt.worker.attention.metadata import AttentionMetadata, Span, build_plan
 from llmrt.worker.device import Placement
 from llmrt.worker.kv_cache import KVCache
@@ -57,6 +58,8 @@ class InputBuilder:
     def __init__(self, model: ModelConfig, cache: KVCache, placement: Placement) -> None:
         self._cache = cache
         self._placement = placement
+        # Beside the cache: on a GPU that fills all memory.
+        self._keeper = ContextKeeper(cache) if placement.device.type == "cpu" else None
         self._windows = frozenset(model.windows) or frozenset({None})
         self._needs_lengths = model.rope.depends_on_prompt_length
 
@@ -92,6 +95,8 @@ class InputBuilder:
     def _attention(
         self, spans: Sequence[Span], states: Sequence[SequenceState]
     ) -> AttentionMetadata:
+        if self._keeper is not None:
+            self._keeper.begin()
         block_size = self._cache.block_size
         slots = [slot for span in spans for slot in _slots(span, block_size)]
         lengths = None
@@ -106,7 +111,10 @@ class InputBuilder:
         return AttentionMetadata(
             cache=self._cache,
             slot_mapping_T=self._tensor(slots),
-            plans={w: build_plan(spans, w, self._cache, self._placement) for w in self._windows},
+            plans={
+                window: build_plan(spans, window, self._cache, self._keeper, self._placement)
+                for window in self._windows
+            },
             lengths_T=lengths,
         )
 

@@ -37,7 +37,7 @@ class KVCache:
     ) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
-        self._num_kv_heads = num_kv_heads
+        self.num_kv_heads = num_kv_heads
         shape = (num_layers, 2 * num_kv_heads, num_blocks, block_size, head_dim)
         self._layers = tuple(_zeros(shape, placement))
 
@@ -58,16 +58,14 @@ class KVCache:
             tables: the block table of each sequence; all of one length.
         """
         table_N1M = torch.tensor(tables, device=self._layers[0].device)[:, None]
-        head_21K1 = torch.arange(2 * self._num_kv_heads, device=table_N1M.device)
-        head_21K1 = head_21K1.view(2, 1, self._num_kv_heads, 1)
+        head_21K1 = torch.arange(2 * self.num_kv_heads, device=table_N1M.device)
+        head_21K1 = head_21K1.view(2, 1, self.num_kv_heads, 1)
         return (head_21K1 * self.num_blocks + table_N1M).flatten()
 
-    def gather(self, layer: int, places: Tensor, num_sequences: int) -> tuple[Tensor, Tensor]:
-        """Return keys_NKSD and values_NKSD of these sequences, each in one piece."""
+    def gather(self, layer: int, places: Tensor, num_sequences: int) -> Tensor:
+        """Return kv_2NKSD of these sequences, keys before values, in one piece."""
         blocks = self._layers[layer].flatten(0, 1).index_select(0, places)
-        shape = (2, num_sequences, self._num_kv_heads, -1, blocks.shape[-1])
-        keys_NKSD, values_NKSD = blocks.view(shape)
-        return keys_NKSD, values_NKSD
+        return blocks.view(2, num_sequences, self.num_kv_heads, -1, blocks.shape[-1])
 
 
 def _zeros(shape: tuple[int, ...], placement: Placement) -> Tensor:

@@ -13,6 +13,13 @@ from itertools import groupby
 import torch
 from torch import Tensor
 
+from llmrt.worker.attention.contexts import (
+    ContextKeeper,
+    Contexts,
+    CopiedContexts,
+    Decode,
+    padded,
+)
 from llmrt.worker.device import Placement
 from llmrt.worker.kv_cache import KVCache
 
@@ -43,8 +50,7 @@ class DecodeGroup:
     """Decodes with contexts of similar length, padded to one number of blocks."""
 
     rows_B: Tensor
-    places: Tensor
-    """Where the blocks of their contexts lie in the cache."""
+    contexts: Contexts
     mask_B11S: Tensor
     """0 where a token is seen, -inf elsewhere."""
 
@@ -87,16 +93,30 @@ class AttentionMetadata:
 
 
 def build_plan(
-    spans: Sequence[Span], window: int | None, cache: KVCache, placement: Placement
+    spans: Sequence[Span],
+    window: int | None,
+    cache: KVCache,
+    keeper: ContextKeeper | None,
+    placement: Placement,
 ) -> AttentionPlan:
-    """Return the work of the layers with this window."""
+    """Return the work of the layers with this window.
+
+    Args:
+        spans: what each sequence runs.
+        window: how many tokens back a token sees; None for all.
+        cache: where keys and values lie.
+        keeper: keeps contexts from one step to the next; None copies them in each.
+        placement: where tensors are made.
+    """
     block_size = cache.block_size
     decodes = [s for s in spans if s.num_tokens == 1]
     buckets: dict[int, list[Span]] = {}
     for span in decodes:
         buckets.setdefault(_bucket(len(_visible_blocks(span, window, block_size))), []).append(span)
     return AttentionPlan(
-        decodes=tuple(_decode_group(group, window, cache, placement) for group in buckets.values()),
+        decodes=tuple(
+            _decode_group(group, window, cache, keeper, placement) for group in buckets.values()
+        ),
         prefills=tuple(
             _prefill_group(group, window, cache, placement)
             for group in _alike([s for s in spans if s.num_tokens > 1])
@@ -130,13 +150,19 @@ def _visible_blocks(span: Span, window: int | None, block_size: int) -> Sequence
 
 
 def _decode_group(
-    spans: Sequence[Span], window: int | None, cache: KVCache, placement: Placement
+    spans: Sequence[Span],
+    window: int | None,
+    cache: KVCache,
+    keeper: ContextKeeper | None,
+    placement: Placement,
 ) -> DecodeGroup:
     block_size = cache.block_size
-    tables = [list(_visible_blocks(s, window, block_size)) for s in spans]
+    tables = [_visible_blocks(s, window, block_size) for s in spans]
     num_blocks = max(map(len, tables))
-    # Padding repeats the last block: it is in the processor's cache already.
-    padded = [table + table[-1:] * (num_blocks - len(table)) for table in tables]
+    if keeper is None or window is not None:
+        contexts = CopiedContexts(cache, padded(tables, num_blocks))
+    else:
+        contexts = keeper.contexts([Decode(s.start, s.block_ids) for s in spans], num_blocks)
     firsts = [_first_visible(s.start, window) for s in spans]
     offsets = [first // block_size * block_size for first in firsts]
     seen_from_B = torch.tensor([f - o for f, o in zip(firsts, offsets, strict=True)])
@@ -145,7 +171,7 @@ def _decode_group(
     is_seen_BS = (token_S >= seen_from_B[:, None]) & (token_S <= seen_to_B[:, None])
     return DecodeGroup(
         rows_B=torch.tensor([s.row for s in spans], device=placement.device),
-        places=cache.places(padded),
+        contexts=contexts,
         mask_B11S=_additive(is_seen_BS, placement)[:, None, None, :],
     )
 

@@ -1,9 +1,9 @@
 """Attention in plain torch: right on every device.
 
-Decodes of similar length share one padded gather and one call; so do chunks of prompts that have
-the same shape. The query heads of a KV head stand side by side as rows of queries, so that keys
-and values are not repeated for them. On a CPU a long chunk is cut into blocks of queries, and keys
-that a whole block cannot see are left out.
+Decodes of similar length share one call, over their contexts side by side; so do chunks of prompts
+that have the same shape. The query heads of a KV head stand side by side as rows of queries, so
+that keys and values are not repeated for them. On a CPU a long chunk is cut into blocks of queries,
+and keys that a whole block cannot see are left out.
 
 T tokens, Q query heads, K KV heads, G query heads of a KV head, N sequences, C tokens of a chunk,
 E tokens of a block, R rows (G · C), S context, D size.
@@ -45,19 +45,20 @@ class TorchAttention:
         attention.cache.write(self._layer, qkv_THD[:, self._num_heads :], attention.slot_mapping_T)
         plan = attention.plans[self._window]
         if not plan.prefills and len(plan.decodes) == 1:
-            return self._decode(qkv_THD[:, : self._num_heads], plan.decodes[0], attention)
+            return self._decode(qkv_THD, plan.decodes[0])
         q_TQD = qkv_THD[:, : self._num_heads]
         o_TQD = torch.empty_like(q_TQD, memory_format=torch.contiguous_format)
         for group in plan.decodes:
-            o_TQD[group.rows_B] = self._decode(q_TQD[group.rows_B], group, attention)
+            o_TQD[group.rows_B] = self._decode(qkv_THD[group.rows_B], group)
         for chunks in plan.prefills:
             self._prefill(qkv_THD[chunks.rows], chunks, attention, o_TQD[chunks.rows])
         return o_TQD
 
-    def _decode(self, q_BQD: Tensor, group: DecodeGroup, attention: AttentionMetadata) -> Tensor:
-        keys_NKSD, values_NKSD = attention.cache.gather(self._layer, group.places, len(q_BQD))
+    def _decode(self, qkv_BHD: Tensor, group: DecodeGroup) -> Tensor:
+        kv_BHD = qkv_BHD[:, self._num_heads :]
+        keys_NKSD, values_NKSD = group.contexts.read(self._layer, kv_BHD)
         o_BKGD = attend(
-            self._groups.pack(q_BQD),
+            self._groups.pack(qkv_BHD[:, : self._num_heads]),
             keys_NKSD,
             values_NKSD,
             group.mask_B11S,
