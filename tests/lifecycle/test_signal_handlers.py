@@ -104,8 +104,8 @@ def test_a_handler_that_raises_aborts_the_request_and_the_engine_goes_on(
         signal.signal(signal.SIGALRM, handler)
         with Engine(MODEL, tp=2) as llm:
             expected = llm.generate("b", SHORT)[0].token_ids
-            say(ready=True)
             try:
+                say(ready=True)
                 while True:
                     llm.generate(["a"] * 16, LONG)
             except TimeoutError:
