@@ -103,7 +103,7 @@ def test_nothing_outlives_an_owner_that_a_signal_ends(
 @pytest.mark.parametrize(
     ("source", "code"),
     [
-        (GENERATING.format(tp=2).replace("while True:", "for _ in range(1):") + "os._exit(9)", 9),
+        (GENERATING.format(tp=2).replace("while True:", "os._exit(9)\nif True:"), 9),
         (IMPORTING.replace("threading.Event().wait()", "os._exit(9)"), 9),
         (IDLE.replace("threading.Event().wait()", "os.abort()"), -6),
         (IDLE.replace("threading.Event().wait()", "os.execv('/bin/sleep', ['sleep', '0'])"), 0),
