@@ -91,7 +91,7 @@ def test_interrupt_ends_the_cell_and_not_the_engine(call: str, kernel: Kernel) -
     kernel.interrupt()
     cell = kernel.wait_for(cell_id, seconds=10)
     assert cell.error == "KeyboardInterrupt"
-    assert cell.seconds < 1.0
+    assert cell.seconds < 3.0
     after = kernel.run("use(llm, lambda worker: worker.rank)['returned']")
     assert after.values == ["[0, 1]"]
 
