@@ -106,8 +106,10 @@ class Supervisor:
         """Make the current or next `pump` return. Takes no lock; any thread may call it."""
         try:
             self._waker.send(b"\0", socket.MSG_NOSIGNAL)
-        except OSError:
-            return  # full, so it is awake; or closed, so nobody waits
+        except OSError as error:
+            if error.errno is None:  # a TimeoutError that a signal handler of the user's raised
+                raise
+            # It is full, so somebody will wake; or closed, so nobody waits.
 
     def close(self) -> None:
         """Release the descriptors."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import sys
 import threading
+from collections.abc import Collection
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -21,15 +22,26 @@ pytestmark = pytest.mark.slow
 
 ROOT = Path(llmrt.__file__).parent
 WATCHED = {str(ROOT / f"{name}.py") for name in ("engine", "lifecycle", "session")}
+USED_TO_GENERATE = WATCHED | {
+    str(ROOT / f"{name}.py")
+    for name in ("opened", "generation", "runtime/worker_group", "runtime/supervisor")
+}
 LEFT_TO_THE_USER = {"__enter__", "__exit__", "open", "close"}
 """Where Ctrl-C may come before anything could be done about it, as in any context manager."""
 
 
 class Interrupter:
-    """Raises KeyboardInterrupt at the n-th line that this thread runs in the watched files."""
+    """Raises an error at the n-th line that this thread runs in the watched files."""
 
-    def __init__(self, n: int) -> None:
+    def __init__(
+        self,
+        n: int,
+        error: type[BaseException] = KeyboardInterrupt,
+        watched: Collection[str] = WATCHED,
+    ) -> None:
         self._left = n
+        self._error = error
+        self._watched = watched
         self.where = ""
 
     def __enter__(self) -> Interrupter:
@@ -40,14 +52,14 @@ class Interrupter:
         sys.settrace(None)
 
     def _on_call(self, frame: FrameType, event: str, arg: Any) -> Any:
-        return self._on_line if frame.f_code.co_filename in WATCHED else None
+        return self._on_line if frame.f_code.co_filename in self._watched else None
 
     def _on_line(self, frame: FrameType, event: str, arg: Any) -> Any:
         if event == "line" and not self.where:
             self._left -= 1
             if self._left < 0:
                 self.where = f"{frame.f_code.co_name}:{frame.f_lineno}"
-                raise KeyboardInterrupt
+                raise self._error
         return self._on_line
 
 
@@ -106,6 +118,23 @@ def test_an_interrupt_at_some_lines_leaves_an_engine_that_opens_again(tiny_model
 @pytest.mark.timeout(900)
 def test_an_interrupt_at_any_line_leaves_an_engine_that_opens_again(tiny_model: Path) -> None:
     lives(tiny_model, stride=1)
+
+
+def test_a_time_limit_of_the_users_is_swallowed(tiny_model: Path) -> None:
+    n = 0
+    with Engine(tiny_model, tp=1, backend=Rigged(), timeouts=QUICK) as llm:
+        while True:
+            interrupter = Interrupter(n, TimeoutError, USED_TO_GENERATE)
+            try:
+                with interrupter:
+                    llm.generate(["a", "b"], SHORT)
+            except TimeoutError:
+                n += 1
+            else:
+                break
+        assert interrupter.where == ""
+        assert n > 100, "it was raised nowhere"
+        assert llm.generate("a", SHORT)[0].token_ids
 
 
 def test_an_interrupt_while_the_engines_thread_starts_leaves_nothing(tiny_model: Path) -> None:

@@ -18,8 +18,9 @@ from torch import Tensor
 
 from llmrt.worker.kv_cache import KVCache
 
-_SPARE_BLOCKS = 4
-"""A kept copy has room for up to so many blocks more before it is made anew."""
+_ROUNDED_TO_BLOCKS = 2
+"""A kept copy has room for so many blocks more, at most, before it is made anew. All of it is
+multiplied: oneDNN would first copy a part that is cut out."""
 _SHARE_OF_CACHE = 8
 """Kept copies hold at most this part of the cache's blocks, beside the cache."""
 
@@ -36,6 +37,9 @@ class Decode:
 class Contexts(Protocol):
     """Contexts of one group of decodes."""
 
+    num_blocks: int
+    """Of each context, with what stands behind shorter ones and is not to be looked at."""
+
     def read(self, layer: int, kv_NHD: Tensor) -> tuple[Tensor, Tensor]:
         """Return keys_NKSD and values_NKSD of a layer.
 
@@ -50,8 +54,9 @@ class CopiedContexts:
     """Copied out of the cache for this step."""
 
     def __init__(self, cache: KVCache, tables: Sequence[Sequence[int]]) -> None:
+        self.num_blocks = max(map(len, tables))
         self._cache = cache
-        self._places = cache.places(tables)
+        self._places = cache.places(_padded(tables, self.num_blocks))
         self._num_sequences = len(tables)
 
     def read(self, layer: int, kv_NHD: Tensor) -> tuple[Tensor, Tensor]:
@@ -64,25 +69,24 @@ class KeptContexts:
     """Copied when the group came together; from then on each step adds its tokens."""
 
     def __init__(self, cache: KVCache, decodes: Sequence[Decode], num_blocks: int) -> None:
+        self.num_blocks = num_blocks
         self._cache = cache
         self._decodes = list(decodes)
-        self._num_blocks = num_blocks
-        self._places = cache.places(padded([d.block_ids for d in decodes], num_blocks))
+        self._places = cache.places(_padded([d.block_ids for d in decodes], num_blocks))
         self._layers: dict[int, Tensor] = {}
         self._rows: Tensor | None = None  # of the tokens to add; None where all is copied anew
-        self._num_seen = 0
 
     @property
-    def num_blocks(self) -> int:
+    def num_blocks_of_all(self) -> int:
         """How many blocks the copy holds."""
-        return self._num_blocks * len(self._decodes)
+        return self.num_blocks * len(self._decodes)
 
     def goes_on_with(self, decodes: Sequence[Decode]) -> bool:
         """Return whether *decodes* are the same sequences, one token further, and there is room."""
         return len(decodes) == len(self._decodes) and all(
             new.block_ids is old.block_ids
             and new.position == old.position + 1
-            and new.position < self._num_blocks * self._cache.block_size
+            and new.position < self.num_blocks * self._cache.block_size
             for new, old in zip(decodes, self._decodes, strict=True)
         )
 
@@ -98,13 +102,8 @@ class KeptContexts:
         context_2NK = torch.arange(2 * len(positions) * num_heads, device=device)
         context_2NK = context_2NK.view(2, len(positions), num_heads)
         position_N1 = torch.tensor(positions, device=device)[:, None]
-        num_tokens = self._num_blocks * self._cache.block_size
+        num_tokens = self.num_blocks * self._cache.block_size
         return (context_2NK * num_tokens + position_N1).flatten()
-
-    def show(self, num_tokens: int) -> KeptContexts:
-        """Show the first so many tokens of each context in this step."""
-        self._num_seen = num_tokens
-        return self
 
     def read(self, layer: int, kv_NHD: Tensor) -> tuple[Tensor, Tensor]:
         """Return keys_NKSD and values_NKSD."""
@@ -114,7 +113,7 @@ class KeptContexts:
             new_2NKD = kv_NHD.unflatten(1, (2, -1)).transpose(0, 1)
             rows_RD = self._layers[layer].view(-1, kv_NHD.shape[-1])
             rows_RD.index_copy_(0, self._rows, new_2NKD.reshape(-1, kv_NHD.shape[-1]))
-        keys_NKSD, values_NKSD = self._layers[layer][..., : self._num_seen, :]
+        keys_NKSD, values_NKSD = self._layers[layer]
         return keys_NKSD, values_NKSD
 
 
@@ -131,23 +130,24 @@ class ContextKeeper:
         """Begin a step: copies that the last one did not use are let go of."""
         self._last, self._current = self._current, []
 
-    def contexts(self, decodes: Sequence[Decode], num_blocks: int) -> Contexts:
-        """Return the first *num_blocks* blocks of these contexts."""
+    def contexts(self, decodes: Sequence[Decode]) -> Contexts:
+        """Return the contexts of these sequences."""
         kept = next((k for k in self._last if k.goes_on_with(decodes)), None)
         if kept is not None:
             self._last.remove(kept)
             kept.advance(decodes)
         else:
-            capacity = -(-(num_blocks + 1) // _SPARE_BLOCKS) * _SPARE_BLOCKS
-            in_use = sum(k.num_blocks for k in self._current)
-            if in_use + capacity * len(decodes) > self._most_blocks:
-                tables = padded([d.block_ids for d in decodes], num_blocks)
+            tables = [d.block_ids for d in decodes]
+            num_blocks = max(map(len, tables)) + 1
+            num_blocks += -num_blocks % _ROUNDED_TO_BLOCKS
+            num_kept = sum(k.num_blocks_of_all for k in self._current)
+            if num_kept + num_blocks * len(decodes) > self._most_blocks:
                 return CopiedContexts(self._cache, tables)
-            kept = KeptContexts(self._cache, decodes, capacity)
+            kept = KeptContexts(self._cache, decodes, num_blocks)
         self._current.append(kept)
-        return kept.show(num_blocks * self._cache.block_size)
+        return kept
 
 
-def padded(tables: Sequence[Sequence[int]], num_blocks: int) -> list[list[int]]:
+def _padded(tables: Sequence[Sequence[int]], num_blocks: int) -> list[list[int]]:
     """Return *tables* with the last block repeated: it is in the processor's cache already."""
     return [[*table, *[table[-1]] * (num_blocks - len(table))] for table in tables]

@@ -13,13 +13,7 @@ from itertools import groupby
 import torch
 from torch import Tensor
 
-from llmrt.worker.attention.contexts import (
-    ContextKeeper,
-    Contexts,
-    CopiedContexts,
-    Decode,
-    padded,
-)
+from llmrt.worker.attention.contexts import ContextKeeper, Contexts, CopiedContexts, Decode
 from llmrt.worker.device import Placement
 from llmrt.worker.kv_cache import KVCache
 
@@ -157,17 +151,15 @@ def _decode_group(
     placement: Placement,
 ) -> DecodeGroup:
     block_size = cache.block_size
-    tables = [_visible_blocks(s, window, block_size) for s in spans]
-    num_blocks = max(map(len, tables))
     if keeper is None or window is not None:
-        contexts = CopiedContexts(cache, padded(tables, num_blocks))
+        contexts = CopiedContexts(cache, [_visible_blocks(s, window, block_size) for s in spans])
     else:
-        contexts = keeper.contexts([Decode(s.start, s.block_ids) for s in spans], num_blocks)
+        contexts = keeper.contexts([Decode(s.start, s.block_ids) for s in spans])
     firsts = [_first_visible(s.start, window) for s in spans]
     offsets = [first // block_size * block_size for first in firsts]
     seen_from_B = torch.tensor([f - o for f, o in zip(firsts, offsets, strict=True)])
     seen_to_B = torch.tensor([s.start - o for s, o in zip(spans, offsets, strict=True)])
-    token_S = torch.arange(num_blocks * block_size)
+    token_S = torch.arange(contexts.num_blocks * block_size)
     is_seen_BS = (token_S >= seen_from_B[:, None]) & (token_S <= seen_to_B[:, None])
     return DecodeGroup(
         rows_B=torch.tensor([s.row for s in spans], device=placement.device),
