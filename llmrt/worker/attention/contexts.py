@@ -18,8 +18,8 @@ from torch import Tensor
 
 from llmrt.worker.kv_cache import KVCache
 
-_ROUNDED_TO_BLOCKS = 2
-"""A kept copy has room for so many blocks more, at most, before it is made anew. All of it is
+_SHARE_TO_SPARE = 8
+"""A kept copy has room for this part more, and a block, before it is made anew. All of it is
 multiplied: oneDNN would first copy a part that is cut out."""
 _SHARE_OF_CACHE = 8
 """Kept copies hold at most this part of the cache's blocks, beside the cache."""
@@ -138,8 +138,8 @@ class ContextKeeper:
             kept.advance(decodes)
         else:
             tables = [d.block_ids for d in decodes]
-            num_blocks = max(map(len, tables)) + 1
-            num_blocks += -num_blocks % _ROUNDED_TO_BLOCKS
+            longest = max(map(len, tables))
+            num_blocks = longest + longest // _SHARE_TO_SPARE + 1
             num_kept = sum(k.num_blocks_of_all for k in self._current)
             if num_kept + num_blocks * len(decodes) > self._most_blocks:
                 return CopiedContexts(self._cache, tables)
