@@ -107,12 +107,12 @@ def test_what_the_user_made_before_survives_until_his_own_end(
     """
     source = f"""
         llm = Engine(MODEL, tp=2, start_method="{method}").open()
-        say(pids=[w.pid for w in llm.workers], path=directory.name)
         llm.close()
         llm.open()
         assert sorted(os.listdir(directory.name)) == ["data", "log"]
         unflushed.close()
         assert open(os.path.join(directory.name, "log")).read() == "once"
+        say(pids=[w.pid for w in llm.workers], path=directory.name)
     """
     program = start_program(source, before=before)
     check_end(program, 0)
