@@ -95,8 +95,6 @@ class InputBuilder:
     def _attention(
         self, spans: Sequence[Span], states: Sequence[SequenceState]
     ) -> AttentionMetadata:
-        if self._keeper is not None:
-            self._keeper.begin()
         block_size = self._cache.block_size
         slots = [slot for span in spans for slot in _slots(span, block_size)]
         lengths = None
@@ -108,13 +106,16 @@ class InputBuilder:
                     for position in range(span.start, span.end)
                 ]
             )
+        plans = {
+            window: build_plan(spans, window, self._cache, self._keeper, self._placement)
+            for window in self._windows
+        }
+        if self._keeper is not None:
+            self._keeper.forget_unused()
         return AttentionMetadata(
             cache=self._cache,
             slot_mapping_T=self._tensor(slots),
-            plans={
-                window: build_plan(spans, window, self._cache, self._keeper, self._placement)
-                for window in self._windows
-            },
+            plans=plans,
             lengths_T=lengths,
         )
 

@@ -60,8 +60,8 @@ class Steps:
         for sequence in sequences:
             self.write(sequence)
         decodes = [Decode(len(s.tokens) - 1, s.block_ids) for s in sequences]
-        self.keeper.begin()
         contexts = self.keeper.contexts(decodes)
+        self.keeper.forget_unused()
         for layer in range(NUM_LAYERS):
             new_NHD = torch.stack([s.tokens[-1][layer] for s in sequences])
             keys_NKSD, values_NKSD = contexts.read(layer, new_NHD)

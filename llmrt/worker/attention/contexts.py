@@ -126,10 +126,6 @@ class ContextKeeper:
         self._last: list[KeptContexts] = []
         self._current: list[KeptContexts] = []
 
-    def begin(self) -> None:
-        """Begin a step: copies that the last one did not use are let go of."""
-        self._last, self._current = self._current, []
-
     def contexts(self, decodes: Sequence[Decode]) -> Contexts:
         """Return the contexts of these sequences."""
         kept = next((k for k in self._last if k.goes_on_with(decodes)), None)
@@ -146,6 +142,10 @@ class ContextKeeper:
             kept = KeptContexts(self._cache, decodes, num_blocks)
         self._current.append(kept)
         return kept
+
+    def forget_unused(self) -> None:
+        """Let go of the copies that this step, now planned, did not ask for."""
+        self._last, self._current = self._current, []
 
 
 def _padded(tables: Sequence[Sequence[int]], num_blocks: int) -> list[list[int]]:
