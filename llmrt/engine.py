@@ -39,6 +39,7 @@ from llmrt.upkeep import Upkeep
 
 if TYPE_CHECKING:
     from llmrt.backend_choice import Backend
+    from llmrt.opened import Opened
     from llmrt.runtime.start_method import StartMethod
 
 
@@ -230,7 +231,8 @@ class Engine:
             RequestError: a prompt or parameter cannot be served; none of the prompts was started.
             EngineDeadError: the engine broke while it generated.
         """
-        return _results(self.submit_prompts(prompts, params, priority=priority))
+        opened = self._life.require_opened()
+        return _results(opened, opened.prompts(prompts, params, priority))
 
     def chat(
         self,
@@ -252,7 +254,8 @@ class Engine:
         Raises:
             RequestError: the model has no chat template, or it refuses the messages.
         """
-        return _results(self.submit_chats(messages, params, priority, template_options))
+        opened = self._life.require_opened()
+        return _results(opened, opened.chats(messages, params, priority, template_options))
 
     def submit(
         self,
@@ -299,8 +302,9 @@ class Engine:
         Raises:
             RequestError: a continuation adds no token, or has nothing before it.
         """
-        generations = self.begin_scores(prompts, continuations, priority)
-        return scores_of(generations, _results([g.future for g in generations]))
+        opened = self._life.require_opened()
+        generations = opened.scores(prompts, continuations, priority)
+        return scores_of(generations, _results(opened, generations))
 
     @property
     def default_params(self) -> SamplingParams:
@@ -456,7 +460,9 @@ class Engine:
     ) -> list[Generation]:
         """Check every continuation, then queue them all."""
         opened = self._life.require_opened()
-        return [opened.send(g) for g in opened.scores(prompts, continuations, priority)]
+        generations = opened.scores(prompts, continuations, priority)
+        opened.send_all(generations)
+        return generations
 
     def begin_call(
         self,
@@ -495,13 +501,13 @@ class Engine:
             raise
 
 
-def _results(futures: Sequence[Future[RequestOutput]]) -> list[RequestOutput]:
-    """Wait for all; where one fails, or the caller is interrupted, abort the others."""
+def _results(opened: Opened, generations: Sequence[Generation]) -> list[RequestOutput]:
+    """Queue all and wait; where one fails, or the caller is interrupted, abort the others."""
     try:
-        return [future.result() for future in futures]
+        return [future.result() for future in opened.send_all(generations)]
     except BaseException:
-        for future in futures:
-            future.cancel()
+        for generation in generations:
+            generation.future.cancel()
         raise
 
 

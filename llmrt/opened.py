@@ -162,20 +162,19 @@ class Opened:
 
     def send(self, generation: Generation) -> Generation:
         """Queue a request; return it, for its future and its stream."""
-        self.session.add(generation)
+        self.send_all([generation])
         return generation
 
     def send_all(self, generations: Sequence[Generation]) -> list[GenerationFuture]:
         """Queue requests and return their futures: all of them, or none."""
-        sent: list[GenerationFuture] = []
         try:
             for generation in generations:
-                sent.append(self.send(generation).future)
-        except BaseException:  # Ctrl-C, or the engine ended: nobody will wait for the first ones
-            for future in sent:
-                future.cancel()
+                self.session.add(generation)
+        except BaseException:  # Ctrl-C, or the engine ended: nobody will wait for those queued
+            for generation in generations:
+                generation.future.cancel()
             raise
-        return sent
+        return [generation.future for generation in generations]
 
     def aborter(self, request_id: str) -> Callable[[], None]:
         """Return what aborts a request; it holds the session, not the engine."""

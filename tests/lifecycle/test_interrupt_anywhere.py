@@ -14,7 +14,7 @@ import pytest
 
 import llmrt
 from llmrt import Engine, EngineState
-from tests.lifecycle.conftest import QUICK, SHORT, assert_gone, pids_of
+from tests.lifecycle.conftest import LONG, QUICK, SHORT, assert_gone, pids_of
 from tests.support.leaks import Snapshot
 from tests.support.rigged import Rigged
 
@@ -120,16 +120,18 @@ def test_an_interrupt_at_any_line_leaves_an_engine_that_opens_again(tiny_model: 
     lives(tiny_model, stride=1)
 
 
-def test_a_time_limit_of_the_users_is_swallowed(tiny_model: Path) -> None:
+def test_a_time_limit_of_the_users_is_swallowed_or_leaves_a_request(tiny_model: Path) -> None:
     n = 0
     with Engine(tiny_model, tp=1, backend=Rigged(), timeouts=QUICK) as llm:
         while True:
             interrupter = Interrupter(n, TimeoutError, USED_TO_GENERATE)
             try:
                 with interrupter:
-                    llm.generate(["a", "b"], SHORT)
+                    llm.generate(["a", "b"], LONG)
             except TimeoutError:
                 n += 1
+                llm.generate("a", SHORT)
+                assert llm.stats().num_running == 0, interrupter.where
             else:
                 break
         assert interrupter.where == ""
