@@ -220,6 +220,7 @@ class Guard:
                 self._control.flush()
             if ready & selectors.EVENT_READ:
                 key.data()
+        self._tell_of_drops()
 
     def _update_interest(self) -> None:
         if self._control.is_at_end:
@@ -235,6 +236,16 @@ class Guard:
         self._forget_if_closed(output.end)
         if lines is not None:
             self._tell(lines)
+
+    def _tell_of_drops(self) -> None:
+        """Once the owner has caught up, tell it what it missed: no later line may do so."""
+        if self._control.num_unsent_bytes:
+            return
+        for process in self._ranks:
+            for output in (process.stdout, process.stderr):
+                drops = output.take_drops()
+                if drops is not None:
+                    self._tell(drops)
 
     def _read_stacks(self, process: RankProcess) -> None:
         data = process.stacks.read()

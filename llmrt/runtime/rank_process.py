@@ -73,6 +73,10 @@ class OutputPipe:
         """Return the last lines."""
         return self._lines.tail()
 
+    def take_drops(self) -> Output | None:
+        """Return how many lines were dropped and not told of, where there are any."""
+        return self._output(b"") if self._lines.num_dropped_lines else None
+
     def _pass_on(self, lines: bytes, may_forward: bool) -> Output | None:
         if not lines:
             return None

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import sys
 import threading
-import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -62,14 +61,6 @@ def pids_of(engine: Engine) -> list[int]:
 
 def assert_gone(pids: list[int], seconds: float = 2.0) -> None:
     wait_until_gone(pids, seconds)
-
-
-def wait_until(condition: Callable[[], object], seconds: float = 30.0) -> None:
-    """Wait for what another thread or process does; fail after a while."""
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "it never came to that"
-        time.sleep(0.002)
 
 
 def is_waiting_in(function: str, thread: threading.Thread | None = None) -> bool:

@@ -29,10 +29,10 @@ from tests.lifecycle.conftest import (
     assert_gone,
     in_thread,
     pids_of,
-    wait_until,
 )
 from tests.support.leaks import is_running
 from tests.support.rigged import Rigged
+from tests.support.waiting import wait_until
 
 STUCK_STOP = Timeouts(close=4, close_ask=30, close_terminate=30)
 """A worker that hangs in its stop is killed late, so that there is a close to be in."""

@@ -13,9 +13,10 @@ from typing import Any
 import pytest
 
 from llmrt import Engine, EngineState, Timeouts
-from tests.lifecycle.conftest import LONG, SHORT, MakeEngine, is_waiting_in, pids_of, wait_until
+from tests.lifecycle.conftest import LONG, SHORT, MakeEngine, is_waiting_in, pids_of
 from tests.support.leaks import is_running
 from tests.support.rigged import Rigged
+from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.slow
 

@@ -24,8 +24,9 @@ from llmrt import (
     LlmrtError,
     RequestError,
 )
-from tests.lifecycle.conftest import SHORT, MakeEngine, StartProgram, in_thread, wait_until
+from tests.lifecycle.conftest import SHORT, MakeEngine, StartProgram, in_thread
 from tests.support.rigged import Rigged
+from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.slow
 

@@ -10,8 +10,9 @@ from contextlib import contextmanager
 import psutil
 import pytest
 
-from tests.lifecycle.conftest import StartProgram, wait_until
+from tests.lifecycle.conftest import StartProgram
 from tests.support.leaks import is_running, wait_until_gone
+from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.slow
 

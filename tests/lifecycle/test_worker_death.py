@@ -31,10 +31,10 @@ from tests.lifecycle.conftest import (
     in_thread,
     is_waiting_in,
     pids_of,
-    wait_until,
 )
 from tests.support.leaks import is_running
 from tests.support.rigged import Rigged
+from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.slow
 

@@ -9,6 +9,7 @@ import pytest
 
 from tests.support import ray_scenarios as scenarios
 from tests.support.ray_driver import RayDriver
+from tests.support.waiting import wait_until
 
 
 def test_ranks_answer_and_everything_is_given_back(driver: RayDriver) -> None:
@@ -174,7 +175,7 @@ def test_closing_while_ray_has_not_placed_anything_is_quick(driver: RayDriver) -
 
         thread = threading.Thread(target=start)
         thread.start()
-        scenarios.wait_until(lambda: any("waiting" in p for _, p, _ in group.heard.phases))
+        wait_until(lambda: any("waiting" in p for _, p, _ in group.heard.phases))
         started_at = time.monotonic()
         group.interrupt()
         thread.join()
@@ -333,10 +334,14 @@ def test_a_rank_that_prints_without_end_blocks_nobody(driver: RayDriver) -> None
 
         with scenarios.ray_group(1) as group:
             group.call(Misbehave(fault="print", argument=30_000), 30)
-            while "the end" not in group.heard.text("stdout"):  # the driver's time limit ends it
+
+            def num_lines() -> int:
                 group.poll(0.05)
-            dropped = sum(output.num_dropped_lines for output in group.heard.output)
-            return dropped + group.heard.text("stdout").count("\n")
+                dropped = sum(output.num_dropped_lines for output in group.heard.output)
+                return dropped + group.heard.text("stdout").count("\n")
+
+            wait_until(lambda: num_lines() >= 30_001, 20)
+            return num_lines()
 
     assert driver.run(scenario) == 30_001
 

@@ -10,6 +10,7 @@ import pytest
 
 from tests.support import ray_scenarios as scenarios
 from tests.support.ray_driver import RayDriver
+from tests.support.waiting import wait_until
 
 HEAD, OTHER = "127.0.0.2", "127.0.0.3"
 
@@ -106,7 +107,7 @@ def test_a_lost_node_is_a_dead_worker_in_time(two_nodes: RayDriver) -> None:
             except WorkerDiedError as error:
                 found = error.rank, error.host, time.monotonic() - started_at, str(error)
             report = ranks.close()
-        scenarios.wait_until(lambda: not any(scenarios.is_alive(pid) for pid in pids))
+        wait_until(lambda: not any(scenarios.is_alive(pid) for pid in pids))
         return (*found, report.seconds)
 
     rank, host, seconds, message, close_seconds = two_nodes.run(scenario)

@@ -4,7 +4,9 @@ import os
 import signal
 import threading
 import time
+from pathlib import Path
 
+import psutil
 import pytest
 
 from llmrt.config import Timeouts
@@ -23,6 +25,7 @@ from llmrt.runtime.worker_group import Interrupted
 from tests.runtime.conftest import QUICK, MakeGroup
 from tests.support.fake_workers import Ask, Echo, FakeConfig, Misbehave
 from tests.support.leaks import is_running, wait_until_gone
+from tests.support.waiting import wait_until
 
 
 def test_every_rank_answers_in_rank_order(start_group: MakeGroup) -> None:
@@ -403,6 +406,31 @@ def test_a_flood_of_output_blocks_nobody_and_is_counted(start_group: MakeGroup) 
     group.close()
     lines = sum(o.text.count("\n") + o.num_dropped_lines for o in group.heard.output)
     assert lines == 30_001
+
+
+def test_the_last_lines_of_a_flood_are_counted_when_nothing_follows(
+    start_group: MakeGroup,
+) -> None:
+    group = start_group(num_ranks=1)
+    (pid,) = group.call(Ask(what="pid"), 5)
+    assert isinstance(pid, int)
+    group.submit(Misbehave(fault="print", argument=10_000))
+    wait_until(lambda: _num_bytes("wchar", pid) >= 10_000_008, 30)  # nobody listens until then
+    guard_pid = psutil.Process(pid).ppid()
+    wait_until(lambda: _num_bytes("rchar", guard_pid) >= 10_000_008, 30)
+
+    def num_lines() -> int:
+        group.poll(0.05)
+        return sum(o.text.count("\n") + o.num_dropped_lines for o in group.heard.output)
+
+    wait_until(lambda: num_lines() == 10_001, 10)
+    assert group.heard.text("stdout").splitlines()[-1] != "the end"
+
+
+def _num_bytes(counter: str, pid: int) -> int:
+    """Return how much a process has read (`rchar`) or written (`wchar`)."""
+    text = Path(f"/proc/{pid}/io").read_text()
+    return int(text.partition(f"{counter}: ")[2].split()[0])
 
 
 def test_one_worker_in_this_process(make_group: MakeGroup) -> None:

@@ -110,14 +110,6 @@ def _settled(look: Callable[[], list[str]]) -> list[str]:
     return left
 
 
-def wait_until(is_so: Callable[[], object], seconds: float = 20) -> None:
-    """Wait for something; fail after a while."""
-    deadline = time.monotonic() + seconds
-    while not is_so():
-        assert time.monotonic() < deadline, "it did not happen"
-        time.sleep(0.01)
-
-
 def descriptors_not_rays() -> Counter[str]:
     """Count this process's descriptors by kind, without the TCP connections that Ray makes."""
     process = psutil.Process()
