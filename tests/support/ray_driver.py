@@ -55,21 +55,37 @@ class RayDriver:
         # The paths of Ray's sockets must be short.
         self.directory = tempfile.mkdtemp(prefix="lr", dir="/tmp")
         os.mkdir(f"{self.directory}/ray")
+        self._env = env or {}
+        self._ray_options: dict[str, Any] | None = None
+        self._start()
+
+    def _start(self) -> None:
         ours, theirs = socket.socketpair()
         environ = {k: v for k, v in os.environ.items() if not k.startswith(("RAY_", "OMP_"))}
         self.process = subprocess.Popen(
             [sys.executable, "-m", "tests.support.ray_driver", str(theirs.fileno())],
             cwd=ROOT,
             # Ray notes there which cluster is this machine's: no test may find another's.
-            env={**environ, **RAY_ENVIRONMENT, "RAY_TMPDIR": self.directory, **(env or {})},
+            env={**environ, **RAY_ENVIRONMENT, "RAY_TMPDIR": self.directory, **self._env},
             pass_fds=[theirs.fileno()],
             start_new_session=True,
         )
         theirs.close()
         self._socket = ours
+        self._is_stuck = False
+
+    def _replace(self) -> None:
+        """Start anew, with a new Ray: what is stuck in the driver is its test's, not the next's."""
+        self._socket.close()
+        os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait(_END_SECONDS)
+        self._start()
+        if self._ray_options is not None:
+            self.init(**self._ray_options)
 
     def init(self, **options: Any) -> None:
         """Start a Ray in the driver."""
+        self._ray_options = options
         self.run(_init, {**INIT, **options}, timeout=100)
 
     def run(self, function: Callable[..., T], *args: Any, timeout: float = 60) -> T:
@@ -77,7 +93,8 @@ class RayDriver:
 
         Raises:
             DriverError: it raised.
-            TimeoutError: it took too long; the driver's stacks are on its stderr.
+            TimeoutError: it took too long; the driver's stacks are on its stderr, and a new process
+                serves what is run next.
             EOFError: the driver ended.
         """
         self.send(function, *args)
@@ -85,6 +102,8 @@ class RayDriver:
 
     def send(self, function: Callable[..., Any], *args: Any) -> None:
         """Have a function run; `receive` returns what it returns."""
+        if self._is_stuck:
+            self._replace()
         data = cloudpickle.dumps((function, args))
         self._socket.sendall(_LENGTH.pack(len(data)) + data)
 
@@ -95,6 +114,7 @@ class RayDriver:
             is_good, value = pickle.loads(_receive(self._socket))
         except TimeoutError:
             os.kill(self.process.pid, signal.SIGUSR1)
+            self._is_stuck = True
             raise
         if not is_good:
             raise DriverError(f"in the driver:\n{value}")
