@@ -12,7 +12,8 @@ from torch import Tensor
 from llmrt.messages import ScheduledSequence
 from llmrt.model_config import ModelConfig
 from llmrt.worker.attention.contexts import ContextKeeper
-from llmrt.worker.attention.metadata import AttentionMetadata, Span, build_plan
+from llmrt.worker.attention.metadata import AttentionMetadata, build_plan
+from llmrt.worker.attention.spans import Span
 from llmrt.worker.device import Placement
 from llmrt.worker.kv_cache import KVCache
 from llmrt.worker.sequence import SequenceState

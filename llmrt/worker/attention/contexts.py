@@ -32,6 +32,15 @@ class Decode:
     position: int
     block_ids: Sequence[int]
     """Its block table: the same object as long as the sequence runs."""
+    num_shared_blocks: int = 0
+    """The first blocks, which are read elsewhere."""
+
+    @property
+    def own_block_ids(self) -> Sequence[int]:
+        """Return the blocks of its context here."""
+        return (
+            self.block_ids[self.num_shared_blocks :] if self.num_shared_blocks else self.block_ids
+        )
 
 
 class Contexts(Protocol):
@@ -72,7 +81,7 @@ class KeptContexts:
         self.num_blocks = num_blocks
         self._cache = cache
         self._decodes = list(decodes)
-        self._places = cache.places(_padded([d.block_ids for d in decodes], num_blocks))
+        self._places = cache.places(_padded([d.own_block_ids for d in decodes], num_blocks))
         self._layers: dict[int, Tensor] = {}
         self._rows: Tensor | None = None  # of the tokens to add; None where all is copied anew
 
@@ -85,25 +94,34 @@ class KeptContexts:
         """Return whether *decodes* are the same sequences, one token further, and there is room."""
         return len(decodes) == len(self._decodes) and all(
             new.block_ids is old.block_ids
+            and new.num_shared_blocks == old.num_shared_blocks
             and new.position == old.position + 1
-            and new.position < self.num_blocks * self._cache.block_size
+            and new.position < self._num_tokens_to(new)
             for new, old in zip(decodes, self._decodes, strict=True)
         )
 
     def advance(self, decodes: Sequence[Decode]) -> None:
         """Go on with the next step."""
         self._decodes = list(decodes)
-        self._rows = self._rows_of([d.position for d in decodes])
+        block_size = self._cache.block_size
+        self._rows = self._rows_of([d.position - d.num_shared_blocks * block_size for d in decodes])
 
-    def _rows_of(self, positions: Sequence[int]) -> Tensor:
-        """Return where these tokens go in a layer's copy, in the order kind, sequence, head."""
+    def _num_tokens_to(self, decode: Decode) -> int:
+        """Return the position in the sequence at which there is no more room."""
+        return (decode.num_shared_blocks + self.num_blocks) * self._cache.block_size
+
+    def _rows_of(self, places: Sequence[int]) -> Tensor:
+        """Return where tokens at these places of their contexts go in a layer's copy.
+
+        In the order kind, sequence, head.
+        """
         device = self._places.device
         num_heads = self._cache.num_kv_heads
-        context_2NK = torch.arange(2 * len(positions) * num_heads, device=device)
-        context_2NK = context_2NK.view(2, len(positions), num_heads)
-        position_N1 = torch.tensor(positions, device=device)[:, None]
+        context_2NK = torch.arange(2 * len(places) * num_heads, device=device)
+        context_2NK = context_2NK.view(2, len(places), num_heads)
+        place_N1 = torch.tensor(places, device=device)[:, None]
         num_tokens = self.num_blocks * self._cache.block_size
-        return (context_2NK * num_tokens + position_N1).flatten()
+        return (context_2NK * num_tokens + place_N1).flatten()
 
     def read(self, layer: int, kv_NHD: Tensor) -> tuple[Tensor, Tensor]:
         """Return keys_NKSD and values_NKSD."""
@@ -133,7 +151,7 @@ class ContextKeeper:
             self._last.remove(kept)
             kept.advance(decodes)
         else:
-            tables = [d.block_ids for d in decodes]
+            tables = [d.own_block_ids for d in decodes]
             longest = max(map(len, tables))
             num_blocks = longest + longest // _SHARE_TO_SPARE + 1
             num_kept = sum(k.num_blocks_of_all for k in self._current)

@@ -6,7 +6,7 @@ chunks one after the other.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 
 from llmrt.worker.attention.contexts import ContextKeeper, Contexts, CopiedContexts, Decode
+from llmrt.worker.attention.scaled_dot_product import has_fast_products
+from llmrt.worker.attention.spans import Span, by_prefix, num_shared_blocks
 from llmrt.worker.device import Placement
 from llmrt.worker.kv_cache import KVCache
 
@@ -22,28 +24,12 @@ _ROWS_TOGETHER = 512
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Span:
-    """The tokens that one sequence runs in a step."""
-
-    row: int
-    """Its first row among the tokens of the step."""
-    start: int
-    """Position of that token in the sequence."""
-    num_tokens: int
-    block_ids: Sequence[int]
-    """The sequence's block table."""
-
-    @property
-    def end(self) -> int:
-        """Position after the last token."""
-        return self.start + self.num_tokens
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class DecodeGroup:
     """Decodes with contexts of similar length, padded to one number of blocks."""
 
     rows_B: Tensor
+    prefix_places: Tensor | None
+    """Where the blocks lie that all begin with; `contexts` then holds what follows them."""
     contexts: Contexts
     mask_B11S: Tensor
     """0 where a token is seen, -inf elsewhere."""
@@ -56,6 +42,8 @@ class PrefillGroup:
     rows: slice
     """Their tokens, one chunk after the other."""
     num_chunks: int
+    prefix_places: Tensor | None
+    """Where the blocks lie that all begin with; `places` are then of those that follow."""
     places: Tensor | None
     """Where the blocks of their contexts lie. None where a chunk sees only itself: its keys need
     not be read back."""
@@ -102,20 +90,38 @@ def build_plan(
         keeper: keeps contexts from one step to the next; None copies them in each.
         placement: where tensors are made.
     """
-    block_size = cache.block_size
+    shares = window is None and has_fast_products(placement)
     decodes = [s for s in spans if s.num_tokens == 1]
-    buckets: dict[int, list[Span]] = {}
-    for span in decodes:
-        buckets.setdefault(_bucket(len(_visible_blocks(span, window, block_size))), []).append(span)
+    families = by_prefix(decodes, cache.block_size) if shares else [(0, decodes)]
+    prefills = _alike([s for s in spans if s.num_tokens > 1])
     return AttentionPlan(
         decodes=tuple(
-            _decode_group(group, window, cache, keeper, placement) for group in buckets.values()
+            _decode_group(group, num_shared, window, cache, keeper, placement)
+            for num_shared, family in families
+            for group in _similar(family, num_shared, window, cache.block_size)
         ),
         prefills=tuple(
-            _prefill_group(group, window, cache, placement)
-            for group in _alike([s for s in spans if s.num_tokens > 1])
+            _prefill_group(
+                group,
+                num_shared_blocks(group, cache.block_size) if shares else 0,
+                window,
+                cache,
+                placement,
+            )
+            for group in prefills
         ),
     )
+
+
+def _similar(
+    spans: Sequence[Span], num_shared: int, window: int | None, block_size: int
+) -> Iterable[Sequence[Span]]:
+    """Return together those whose contexts have a similar length behind what they share."""
+    buckets: dict[int, list[Span]] = {}
+    for span in spans:
+        num_blocks = len(_visible_blocks(span, window, block_size)) - num_shared
+        buckets.setdefault(_bucket(num_blocks), []).append(span)
+    return buckets.values()
 
 
 def _alike(spans: Sequence[Span]) -> Iterator[Sequence[Span]]:
@@ -145,6 +151,7 @@ def _visible_blocks(span: Span, window: int | None, block_size: int) -> Sequence
 
 def _decode_group(
     spans: Sequence[Span],
+    num_shared: int,
     window: int | None,
     cache: KVCache,
     keeper: ContextKeeper | None,
@@ -152,40 +159,51 @@ def _decode_group(
 ) -> DecodeGroup:
     block_size = cache.block_size
     if keeper is None or window is not None:
-        contexts = CopiedContexts(cache, [_visible_blocks(s, window, block_size) for s in spans])
+        tables = [_visible_blocks(s, window, block_size)[num_shared:] for s in spans]
+        contexts = CopiedContexts(cache, tables)
     else:
-        contexts = keeper.contexts([Decode(s.start, s.block_ids) for s in spans])
+        contexts = keeper.contexts([Decode(s.start, s.block_ids, num_shared) for s in spans])
     firsts = [_first_visible(s.start, window) for s in spans]
-    offsets = [first // block_size * block_size for first in firsts]
+    offsets = [(first // block_size + num_shared) * block_size for first in firsts]
     seen_from_B = torch.tensor([f - o for f, o in zip(firsts, offsets, strict=True)])
     seen_to_B = torch.tensor([s.start - o for s, o in zip(spans, offsets, strict=True)])
     token_S = torch.arange(contexts.num_blocks * block_size)
     is_seen_BS = (token_S >= seen_from_B[:, None]) & (token_S <= seen_to_B[:, None])
     return DecodeGroup(
         rows_B=torch.tensor([s.row for s in spans], device=placement.device),
+        prefix_places=_prefix_places(spans, num_shared, cache),
         contexts=contexts,
         mask_B11S=_additive(is_seen_BS, placement)[:, None, None, :],
     )
 
 
 def _prefill_group(
-    spans: Sequence[Span], window: int | None, cache: KVCache, placement: Placement
+    spans: Sequence[Span],
+    num_shared: int,
+    window: int | None,
+    cache: KVCache,
+    placement: Placement,
 ) -> PrefillGroup:
     block_size = cache.block_size
     first = spans[0]
     places = None
     base = 0
     if first.start > 0:
-        base = _first_visible(first.start, window) // block_size * block_size
-        places = cache.places([_visible_blocks(s, window, block_size) for s in spans])
+        base = (_first_visible(first.start, window) // block_size + num_shared) * block_size
+        places = cache.places([_visible_blocks(s, window, block_size)[num_shared:] for s in spans])
     is_plain = first.start == 0 and (window is None or window >= first.num_tokens)
     return PrefillGroup(
         rows=slice(first.row, spans[-1].row + first.num_tokens),
         num_chunks=len(spans),
+        prefix_places=_prefix_places(spans, num_shared, cache),
         places=places,
         num_context=first.end - base,
         mask_TS=None if is_plain else _additive(_is_seen_TS(first, base, window), placement),
     )
+
+
+def _prefix_places(spans: Sequence[Span], num_shared: int, cache: KVCache) -> Tensor | None:
+    return cache.places([spans[0].block_ids[:num_shared]]) if num_shared else None
 
 
 def _is_seen_TS(span: Span, base: int, window: int | None) -> Tensor:

@@ -1,12 +1,13 @@
 """Attention in plain torch: right on every device.
 
 Decodes of similar length share one call, over their contexts side by side; so do chunks of prompts
-that have the same shape. The query heads of a KV head stand side by side as rows of queries, so
-that keys and values are not repeated for them. On a CPU a long chunk is cut into blocks of queries,
-and keys that a whole block cannot see are left out.
+that have the same shape. What all of a call begin with, such as a system prompt, is read once. The
+query heads of a KV head stand side by side as rows of queries, so that keys and values are not
+repeated for them. On a CPU a long chunk is cut into blocks of queries, and keys that a whole block
+cannot see are left out.
 
 T tokens, Q query heads, K KV heads, G query heads of a KV head, N sequences, C tokens of a chunk,
-E tokens of a block, R rows (G · C), S context, D size.
+E tokens of a block, R rows (G · C), S context, P tokens of a prefix that all share, D size.
 """
 
 from __future__ import annotations
@@ -16,9 +17,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from llmrt.worker.attention.metadata import AttentionMetadata, DecodeGroup, PrefillGroup
-from llmrt.worker.attention.scaled_dot_product import attend
+from llmrt.worker.attention.scaled_dot_product import (
+    attend,
+    attend_after_prefix,
+    has_fast_products,
+)
 from llmrt.worker.device import Placement
-from llmrt.worker.matrices.kernels import has_fast_bfloat16
 from llmrt.worker.shard import HeadShard
 
 QUERIES_PER_BLOCK = 128
@@ -35,36 +39,53 @@ class TorchAttention:
         self._num_heads = heads.num_heads
         self._num_kv_heads = heads.num_kv_heads
         self._groups = HeadGroups(heads, placement.device)
-        is_fast_dtype = placement.dtype == torch.float32 or (
-            placement.dtype == torch.bfloat16 and has_fast_bfloat16()
-        )
-        self._by_products = placement.device.type == "cpu" and is_fast_dtype
+        self._by_products = has_fast_products(placement)
 
     def __call__(self, qkv_THD: Tensor, attention: AttentionMetadata) -> Tensor:
         """Store keys and values, and attend."""
         attention.cache.write(self._layer, qkv_THD[:, self._num_heads :], attention.slot_mapping_T)
         plan = attention.plans[self._window]
         if not plan.prefills and len(plan.decodes) == 1:
-            return self._decode(qkv_THD, plan.decodes[0])
+            return self._decode(qkv_THD, plan.decodes[0], attention)
         q_TQD = qkv_THD[:, : self._num_heads]
         o_TQD = torch.empty_like(q_TQD, memory_format=torch.contiguous_format)
         for group in plan.decodes:
-            o_TQD[group.rows_B] = self._decode(qkv_THD[group.rows_B], group)
+            o_TQD[group.rows_B] = self._decode(qkv_THD[group.rows_B], group, attention)
         for chunks in plan.prefills:
             self._prefill(qkv_THD[chunks.rows], chunks, attention, o_TQD[chunks.rows])
         return o_TQD
 
-    def _decode(self, qkv_BHD: Tensor, group: DecodeGroup) -> Tensor:
+    def _decode(self, qkv_BHD: Tensor, group: DecodeGroup, attention: AttentionMetadata) -> Tensor:
         kv_BHD = qkv_BHD[:, self._num_heads :]
         keys_NKSD, values_NKSD = group.contexts.read(self._layer, kv_BHD)
-        o_BKGD = attend(
+        o_BKGD = self._attend(
             self._groups.pack(qkv_BHD[:, : self._num_heads]),
+            self._prefix(group, attention),
             keys_NKSD,
             values_NKSD,
             group.mask_B11S,
-            by_products=self._by_products,
         )
         return self._groups.unpack(o_BKGD)
+
+    def _prefix(
+        self, group: DecodeGroup | PrefillGroup, attention: AttentionMetadata
+    ) -> Tensor | None:
+        """Return prefix_2KPD, where the group shares one."""
+        if group.prefix_places is None:
+            return None
+        return attention.cache.gather(self._layer, group.prefix_places, 1)[:, 0]
+
+    def _attend(
+        self,
+        q_NKRD: Tensor,
+        prefix_2KPD: Tensor | None,
+        keys_NKSD: Tensor,
+        values_NKSD: Tensor,
+        mask: Tensor,
+    ) -> Tensor:
+        if prefix_2KPD is not None:
+            return attend_after_prefix(q_NKRD, prefix_2KPD, keys_NKSD, values_NKSD, mask)
+        return attend(q_NKRD, keys_NKSD, values_NKSD, mask, by_products=self._by_products)
 
     def _prefill(
         self, qkv_THD: Tensor, group: PrefillGroup, attention: AttentionMetadata, out_TQD: Tensor
@@ -82,7 +103,10 @@ class TorchAttention:
             values_NKSD = values_NKSD[:, :, : group.num_context]
         out_NCQD = out_TQD.unflatten(0, (group.num_chunks, -1))
         if self._by_products:
-            self._prefill_in_blocks(q_NCQD, keys_NKSD, values_NKSD, group.mask_TS, out_NCQD)
+            prefix_2KPD = self._prefix(group, attention)
+            self._prefill_in_blocks(
+                q_NCQD, prefix_2KPD, keys_NKSD, values_NKSD, group.mask_TS, out_NCQD
+            )
         else:
             self._prefill_at_once(q_NCQD, keys_NKSD, values_NKSD, group.mask_TS, out_NCQD)
 
@@ -106,6 +130,7 @@ class TorchAttention:
     def _prefill_in_blocks(
         self,
         q_NCQD: Tensor,
+        prefix_2KPD: Tensor | None,
         keys_NKSD: Tensor,
         values_NKSD: Tensor,
         mask_CS: Tensor | None,
@@ -125,20 +150,26 @@ class TorchAttention:
                 mask_ES = mask_CS[start:end, :num_seen]
             out_NCQD[:, start:end] = self._attend_block(
                 q_NCQD[:, start:end],
+                prefix_2KPD,
                 keys_NKSD[:, :, :num_seen],
                 values_NKSD[:, :, :num_seen],
                 mask_ES,
             )
 
     def _attend_block(
-        self, q_NEQD: Tensor, keys_NKSD: Tensor, values_NKSD: Tensor, mask_ES: Tensor
+        self,
+        q_NEQD: Tensor,
+        prefix_2KPD: Tensor | None,
+        keys_NKSD: Tensor,
+        values_NKSD: Tensor,
+        mask_ES: Tensor,
     ) -> Tensor:
         num_chunks, length = q_NEQD.shape[:2]
         q_NEKGD = self._groups.pack(q_NEQD.flatten(0, 1)).unflatten(0, (num_chunks, length))
         q_NKRD = q_NEKGD.permute(0, 2, 3, 1, 4).flatten(2, 3)
         # One row of the mask for each query head of a group.
         mask_RS = mask_ES.repeat(q_NEKGD.shape[3], 1)
-        o_NKRD = attend(q_NKRD, keys_NKSD, values_NKSD, mask_RS, by_products=True)
+        o_NKRD = self._attend(q_NKRD, prefix_2KPD, keys_NKSD, values_NKSD, mask_RS)
         o_NEKGD = o_NKRD.unflatten(2, (-1, length)).permute(0, 3, 1, 2, 4)
         return self._groups.unpack(o_NEKGD.flatten(0, 1)).unflatten(0, (num_chunks, length))
 
