@@ -2,7 +2,7 @@
 
 A table is filled for all known tokens when the sequence is admitted, beginning with the blocks of a
 cached prefix; then it grows by a block at a time. Every full block becomes findable in the prefix
-cache when the step that fills it has run.
+cache when the step that fills it is scheduled and its tokens are known.
 """
 
 from __future__ import annotations
@@ -82,9 +82,11 @@ class BlockTables:
         sequence.block_ids.append(block_id)
         return block_id
 
-    def register(self, sequence: Sequence, num_run_tokens: int) -> None:
-        """Make the full blocks among the first *num_run_tokens* findable; they have run."""
-        num_full = min(num_run_tokens, sequence.num_tokens) // self._block_size
+    def register(self, sequence: Sequence, num_computed_tokens: int) -> None:
+        """Make the full blocks among the first *num_computed_tokens* findable, if any may be."""
+        if not sequence.registers_blocks:
+            return
+        num_full = min(num_computed_tokens, sequence.num_tokens) // self._block_size
         known = sequence.num_registered_blocks
         new_hashes = self._hashes(sequence, num_full)[known:num_full]
         for block_hash, block_id in zip(

@@ -5,8 +5,10 @@ The caller alternates `schedule()` and `update()`. It may call `schedule()` once
 token is still in the workers can be scheduled all the same, for they keep the tokens. If that token
 turns out to end it, what the later step samples is dropped.
 
-Workers run steps in order, so what a step reads was written by the steps before it. Even so a block
-goes back to the free ones only when no step in flight runs its sequence.
+Workers run steps in order, and in each layer write all keys and values of a step before they read
+any. So a prompt's block can be found by others as soon as the step that fills it is scheduled, by
+sequences of the same step, too. A block goes back to the free ones only when no step in flight runs
+its sequence.
 
 Sequences are served by (priority, arrival). Whoever runs gets its token, or a chunk of its prompt
 unless the head of the queue ranks before it. Who needs a block where none is free preempts the last
@@ -191,6 +193,8 @@ class Scheduler:
                     continue
                 new_block_ids = (tables.grow(sequence),)
             plan.add(sequence, num_tokens, num_tokens == num_to_run, new_block_ids)
+            if num_tokens > 1:
+                tables.register(sequence, sequence.num_computed_tokens)
 
     def _make_room(self, sequence: Sequence) -> bool:
         """Preempt the last of the running until a block is free for *sequence*.
@@ -214,6 +218,7 @@ class Scheduler:
             num_to_run = sequence.num_tokens_to_run
             num_tokens = min(num_to_run, plan.num_spare_tokens)
             plan.add(sequence, num_tokens, num_tokens == num_to_run, ())
+            self._roster.tables.register(sequence, sequence.num_computed_tokens)
 
     def _admit_next(self, plan: StepPlan) -> bool:
         """Admit or park the head of the queue; return False where it must wait with all others."""
@@ -234,6 +239,7 @@ class Scheduler:
         roster.admit(sequence, prefix)
         self._count_admission(sequence)
         plan.add_new(sequence)
+        roster.tables.register(sequence, sequence.num_computed_tokens)
         return True
 
     def _count_admission(self, sequence: Sequence) -> None:
@@ -254,7 +260,7 @@ class Scheduler:
         return sequence
 
     def _count_as_run(self, batch: Batch) -> list[Sequence]:
-        """Note that a step has run: its tokens are in the cache, and full blocks can be found.
+        """Note that a step has run, so that blocks filled with sampled tokens can be found.
 
         Returns:
             The sequences that were only to be scored, and have been.

@@ -113,10 +113,8 @@ class FakeWorker:
             self._extend_table(item)
         runs = [(self._sequences[item.seq_id], item) for item in batch.scheduled]
         runs = [(state, item) for state, item in runs if not state.has_failed]
-        # Read before and after all writes: nothing may count on a block that this step fills for
-        # another sequence, and no sequence may write what another one reads.
-        for state, item in runs:
-            self._check_reads(state, item.start)
+        # All writes, then all reads, as in a layer: a sequence may count on a block that this step
+        # fills for another, and none may write what another one reads.
         for state, item in runs:
             self._write(state, item)
         for state, item in runs:

@@ -83,27 +83,38 @@ def test_requests_that_arrive_together_compute_their_common_beginning_once() -> 
     assert simulation.worker.num_run_tokens == 24 + 8 + 8
 
 
+def simulate_waiting() -> Simulation:
+    """Return one in which "first" computes what "second" waits for, with a token left to spare.
+
+    Whoever is about to end is kept a token that it does not need.
+    """
+    simulation = Simulation(make_config(block_size=4, max_num_batched_tokens=16))
+    simulation.add(make_request("ending", [7], max_tokens=2, ignore_eos=True, priority=1))
+    simulation.step()
+    simulation.add(make_request("first", PROMPT * 2, max_tokens=20, ignore_eos=True))
+    simulation.add(make_request("second", PROMPT * 2, max_tokens=2))
+    simulation.schedule()
+    return simulation
+
+
 def test_an_unrelated_request_is_not_held_up_by_those_that_wait_for_a_prefix() -> None:
-    simulation = Simulation(make_config(block_size=4, max_num_batched_tokens=64))
-    simulation.add(make_request("first", PROMPT, max_tokens=2))
-    simulation.add(make_request("same", PROMPT, max_tokens=2))
+    simulation = simulate_waiting()
     simulation.add(make_request("other", [5, 5, 5], max_tokens=2))
     batch = simulation.schedule()
     assert batch is not None
-    assert [spec.seq_id for spec in batch.new] == [0, 2]
+    assert [(s.seq_id, s.num_tokens) for s in batch.scheduled] == [(1, 15), (3, 1)]
     simulation.run()
     simulation.check_results()
 
 
 @pytest.mark.parametrize("overlap", [False, True])
 def test_who_waits_for_a_prefix_goes_on_when_its_computer_is_aborted(overlap: bool) -> None:
-    simulation = Simulation(make_config(block_size=4))
-    simulation.add(make_request("first", PROMPT, max_tokens=20, ignore_eos=True))
-    simulation.add(make_request("second", PROMPT, max_tokens=2))
+    simulation = simulate_waiting()
     batch = simulation.schedule()
     assert batch is not None
-    assert batch.num_tokens == len(PROMPT)
+    assert [s.seq_id for s in batch.scheduled] == [1]
     if not overlap:
+        simulation.update()
         simulation.update()
     simulation.abort("first")
     simulation.run(overlap=overlap)
@@ -112,15 +123,13 @@ def test_who_waits_for_a_prefix_goes_on_when_its_computer_is_aborted(overlap: bo
 
 
 def test_an_aborted_request_that_waits_for_a_prefix_is_not_woken() -> None:
-    simulation = Simulation(make_config(block_size=4))
-    simulation.add(make_request("first", PROMPT, max_tokens=2))
-    simulation.add(make_request("second", PROMPT, max_tokens=2))
+    simulation = simulate_waiting()
     simulation.schedule()
     assert simulation.scheduler.stats().num_waiting == 1
     simulation.abort("second")
     assert simulation.scheduler.stats().num_waiting == 0
     simulation.run()
-    assert [spec.seq_id for b in simulation.batches for spec in b.new] == [0]
+    assert [spec.seq_id for b in simulation.batches for spec in b.new] == [0, 1]
 
 
 def test_a_better_priority_does_not_wait_for_a_worse_one_s_prefix() -> None:
@@ -134,16 +143,18 @@ def test_a_better_priority_does_not_wait_for_a_worse_one_s_prefix() -> None:
     assert 1 in [spec.seq_id for spec in batch.new]
 
 
-def test_blocks_are_not_shared_before_the_step_that_fills_them_has_run() -> None:
+def test_blocks_are_shared_with_the_step_that_fills_them_and_the_next() -> None:
     simulation = Simulation(make_config(block_size=4))
     simulation.add(make_request("first", PROMPT, max_tokens=4))
-    simulation.schedule()
-    request = simulation.add(make_request("second", PROMPT, max_tokens=4))
+    simulation.add(make_request("same step", PROMPT, max_tokens=4))
     batch = simulation.schedule()
     assert batch is not None
-    assert not batch.new
-    simulation.run()
+    assert [(s.seq_id, s.start) for s in batch.scheduled] == [(0, 0), (1, 20)]
+    request = simulation.add(make_request("next step", PROMPT, max_tokens=4))
+    simulation.schedule()
     assert request.num_cached_tokens == 20
+    simulation.run()
+    simulation.check_results()
 
 
 def test_prompt_logprobs_run_the_whole_prompt_though_it_is_cached() -> None:
@@ -183,14 +194,13 @@ def test_what_runs_through_a_reset_is_not_cached_afterwards() -> None:
 
 
 def test_a_reset_wakes_who_waits_for_a_prefix() -> None:
-    simulation = Simulation(make_config(block_size=4))
-    simulation.add(make_request("first", PROMPT, max_tokens=20, ignore_eos=True))
-    simulation.add(make_request("second", PROMPT, max_tokens=2))
+    simulation = simulate_waiting()
     simulation.schedule()
     simulation.scheduler.reset_prefix_cache()
-    batch = simulation.schedule()
-    assert batch is not None
-    assert [(s.seq_id, s.start) for s in batch.scheduled] == [(0, 24), (1, 0)]
+    simulation.run()
+    simulation.check_results()
+    batch = next(b for b in simulation.batches if 2 in [spec.seq_id for spec in b.new])
+    assert [(s.seq_id, s.start) for s in batch.scheduled] == [(1, 46), (2, 0)]
 
 
 def test_a_salt_keeps_the_hashes_of_two_engines_apart() -> None:
