@@ -168,8 +168,7 @@ class Opened:
     def send_all(self, generations: Sequence[Generation]) -> list[GenerationFuture]:
         """Queue requests and return their futures: all of them, or none."""
         try:
-            for generation in generations:
-                self.session.add(generation)
+            self.session.add(generations)
         except BaseException:  # Ctrl-C, or the engine ended: nobody will wait for those queued
             for generation in generations:
                 generation.future.cancel()

@@ -184,9 +184,9 @@ class Session:
         assert self.scheduler is not None
         self.scheduler.check(request)
 
-    def add(self, generation: Generation) -> None:
-        """Queue a request; its future tells how it ends."""
-        self._post(generation)
+    def add(self, generations: Sequence[Generation]) -> None:
+        """Queue requests, for one step as far as they fit; their futures tell how they end."""
+        self._post(*generations)
 
     def call(self, command: CallFunction) -> RemoteCall:
         """Queue a function to run on every worker, after the step that runs now."""
@@ -297,8 +297,8 @@ class Session:
         if self._close_deadline is None or deadline < self._close_deadline:
             self._close_deadline = deadline
 
-    def _post(self, message: Generation | RemoteCall | Errand[Any]) -> None:
-        self._inbox.append(message)
+    def _post(self, *messages: Generation | RemoteCall | Errand[Any]) -> None:
+        self._inbox.extend(messages)
         self.group.wake()
         if self._ended.is_set():  # it ended between the caller's look and now
             self._fail_inbox()
