@@ -31,8 +31,8 @@ class DecodeGroup:
     prefix_places: Tensor | None
     """Where the blocks lie that all begin with; `contexts` then holds what follows them."""
     contexts: Contexts
-    mask_B11S: Tensor
-    """0 where a token is seen, -inf elsewhere."""
+    mask_M1S: Tensor
+    """0 where a token is seen, -inf elsewhere; for each KV head of each sequence."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -173,7 +173,7 @@ def _decode_group(
         rows_B=torch.tensor([s.row for s in spans], device=placement.device),
         prefix_places=_prefix_places(spans, num_shared, cache),
         contexts=contexts,
-        mask_B11S=_additive(is_seen_BS, placement)[:, None, None, :],
+        mask_M1S=_additive(is_seen_BS, placement).repeat_interleave(cache.num_kv_heads, 0)[:, None],
     )
 
 

@@ -4,7 +4,7 @@ torch's CPU kernel for it computes in float32; two plain multiplications with a 
 the processor's bfloat16 units and are two to three times as fast, once there is enough to do.
 
 N sequences, K KV heads, R rows of queries that share a KV head, S context, D size of a head, P
-tokens of a prefix that all N sequences begin with, U = P + S.
+tokens of a prefix that all N sequences begin with, U = P + S, L = N · R, M = N · K.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def attend(
     q_NKRD: Tensor,
     keys_NKSD: Tensor,
     values_NKSD: Tensor,
-    mask: Tensor | None,
+    mask: Tensor,
     *,
     by_products: bool,
 ) -> Tensor:
@@ -44,25 +44,17 @@ def attend(
         q_NKRD: queries.
         keys_NKSD: keys.
         values_NKSD: values.
-        mask: 0 or -inf, broadcast over NKRS; None sees everything.
+        mask: 0 or -inf, mask_M1S or mask_RS.
         by_products: whether plain multiplications are fast here.
     """
+    by_sequence = (len(q_NKRD), -1)
     num_scores = q_NKRD[..., 0].numel() * keys_NKSD.shape[2]
     if by_products and num_scores >= LEAST_SCORES:
-        return _by_products(q_NKRD, keys_NKSD, values_NKSD, mask)
+        weights_MRS = _scores(q_NKRD, keys_NKSD, mask).softmax(dim=-1)
+        return torch.bmm(weights_MRS, values_NKSD.flatten(0, 1)).unflatten(0, by_sequence)
+    if mask.dim() == 3:
+        mask = mask.unflatten(0, by_sequence)
     return F.scaled_dot_product_attention(q_NKRD, keys_NKSD, values_NKSD, attn_mask=mask)
-
-
-def _by_products(
-    q_NKRD: Tensor, keys_NKSD: Tensor, values_NKSD: Tensor, mask: Tensor | None
-) -> Tensor:
-    num_sequences = len(q_NKRD)
-    q_MRD = q_NKRD.flatten(0, 1) * (1 / math.sqrt(q_NKRD.shape[-1]))
-    scores_MRS = torch.bmm(q_MRD, keys_NKSD.flatten(0, 1).transpose(1, 2))
-    if mask is not None:
-        scores_MRS.unflatten(0, (num_sequences, -1)).add_(mask)
-    weights_MRS = torch.softmax(scores_MRS, dim=-1)
-    return torch.bmm(weights_MRS, values_NKSD.flatten(0, 1)).unflatten(0, (num_sequences, -1))
 
 
 def attend_after_prefix(
@@ -70,7 +62,7 @@ def attend_after_prefix(
     prefix_2KPD: Tensor,
     keys_NKSD: Tensor,
     values_NKSD: Tensor,
-    mask: Tensor | None,
+    mask: Tensor,
 ) -> Tensor:
     """Return o_NKRD, where all queries see one prefix before the keys of their own sequence.
 
@@ -82,23 +74,28 @@ def attend_after_prefix(
         prefix_2KPD: keys and values of the prefix.
         keys_NKSD: each sequence's keys behind the prefix.
         values_NKSD: its values.
-        mask: 0 or -inf, broadcast over NKRS; None sees everything.
+        mask: over those keys, 0 or -inf, mask_M1S or mask_RS.
     """
-    num_sequences, num_kv_heads, _, size = q_NKRD.shape
+    by_sequence = (len(q_NKRD), -1)
     num_shared = prefix_2KPD.shape[2]
     prefix_keys_KPD, prefix_values_KPD = prefix_2KPD
-    q_NKRD = q_NKRD * (1 / math.sqrt(size))
-    q_KLD = q_NKRD.transpose(0, 1).flatten(1, 2)  # L = N · R
-    shared_KLP = torch.bmm(q_KLD, prefix_keys_KPD.transpose(1, 2))
-    own_MRS = torch.bmm(q_NKRD.flatten(0, 1), keys_NKSD.flatten(0, 1).transpose(1, 2))
-    own_NKRS = own_MRS.unflatten(0, (num_sequences, num_kv_heads))
-    if mask is not None:
-        own_NKRS.add_(mask)
-    shared_KNRP = shared_KLP.unflatten(1, (num_sequences, -1))
-    weights_KNRU = torch.cat((shared_KNRP, own_NKRS.transpose(0, 1)), dim=-1).softmax(dim=-1)
-    shared_KLP = weights_KNRU[..., :num_shared].flatten(1, 2)
-    own_MRS = weights_KNRU[..., num_shared:].transpose(0, 1).flatten(0, 1)
-    o_KLD = torch.bmm(shared_KLP, prefix_values_KPD)
-    o_MRD = torch.bmm(own_MRS, values_NKSD.flatten(0, 1))
-    o_NKRD = o_MRD.unflatten(0, (num_sequences, num_kv_heads))
-    return o_NKRD.add_(o_KLD.unflatten(1, (num_sequences, -1)).transpose(0, 1))
+    q_KLD = q_NKRD.transpose(0, 1).flatten(1, 2) * _scale(q_NKRD)
+    scores_KLP = torch.bmm(q_KLD, prefix_keys_KPD.transpose(1, 2))
+    scores_NKRS = _scores(q_NKRD, keys_NKSD, mask).unflatten(0, by_sequence)
+    scores_KNRU = torch.cat(
+        (scores_KLP.unflatten(1, by_sequence), scores_NKRS.transpose(0, 1)), dim=-1
+    )
+    weights_KNRP, weights_KNRS = scores_KNRU.softmax(dim=-1).tensor_split((num_shared,), dim=-1)
+    o_KLD = torch.bmm(weights_KNRP.flatten(1, 2), prefix_values_KPD)
+    o_MRD = torch.bmm(weights_KNRS.transpose(0, 1).flatten(0, 1), values_NKSD.flatten(0, 1))
+    return o_MRD.unflatten(0, by_sequence) + o_KLD.unflatten(1, by_sequence).transpose(0, 1)
+
+
+def _scores(q_NKRD: Tensor, keys_NKSD: Tensor, mask: Tensor) -> Tensor:
+    """Return scores_MRS."""
+    keys_MDS = keys_NKSD.flatten(0, 1).transpose(1, 2)
+    return torch.baddbmm(mask, q_NKRD.flatten(0, 1), keys_MDS, alpha=_scale(q_NKRD))
+
+
+def _scale(q_NKRD: Tensor) -> float:
+    return 1 / math.sqrt(q_NKRD.shape[-1])

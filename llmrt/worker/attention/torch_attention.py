@@ -63,7 +63,7 @@ class TorchAttention:
             self._prefix(group, attention),
             keys_NKSD,
             values_NKSD,
-            group.mask_B11S,
+            group.mask_M1S,
         )
         return self._groups.unpack(o_BKGD)
 
