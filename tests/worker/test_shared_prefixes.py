@@ -130,6 +130,14 @@ def test_chunks_behind_a_prefix_see_something_else() -> None:
     assert [group.prefix_places is not None for group in plan.prefills] == [True]
 
 
+def test_sequences_that_share_too_little_change_places() -> None:
+    steps = Steps()
+    tables = [[100, 1, 2], [110, 3, 4], [100, 5, 6]]
+    for step in range(3):
+        plan = steps.run([(t, 8 + step, 1) for t in tables])
+        assert len(plan.decodes) == 1
+
+
 def test_families_and_loners_run_in_one_step() -> None:
     steps = Steps()
     family = [[*SYSTEM_PROMPT, 3 * i, 3 * i + 1, 3 * i + 2] for i in range(4)]

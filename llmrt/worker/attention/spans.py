@@ -30,7 +30,7 @@ class Span:
 def by_prefix(spans: Sequence[Span], block_size: int) -> Iterator[tuple[int, Sequence[Span]]]:
     """Yield together those that begin with the same blocks, and how many blocks these are.
 
-    All that share too little come together, with 0.
+    All that share too little come together, with 0. Each time the order is that of *spans*.
     """
     families: dict[int, list[Span]] = {}
     for span in spans:
@@ -43,7 +43,7 @@ def by_prefix(spans: Sequence[Span], block_size: int) -> Iterator[tuple[int, Seq
         else:
             rest += family
     if rest:
-        yield 0, rest
+        yield 0, sorted(rest, key=lambda span: span.row)
 
 
 def num_shared_blocks(spans: Sequence[Span], block_size: int) -> int:
