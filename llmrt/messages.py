@@ -22,10 +22,13 @@ Plain data only: ints, floats, strings, bytes, tuples and dataclasses of them. N
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from itertools import repeat
+from typing import Any, NamedTuple, TypeVar, cast
 
 from llmrt.errors import RankFailure
 from llmrt.sampling import SamplingParams
+
+Row = TypeVar("Row", bound=tuple[Any, ...])
 
 # ---- commands and their replies ----
 
@@ -286,14 +289,19 @@ def _columns(rows: tuple[tuple[object, ...], ...]) -> tuple[tuple[object, ...], 
     return tuple(zip(*rows, strict=True))
 
 
+def _rows(row_type: type[Row], columns: tuple[tuple[Any, ...], ...]) -> tuple[Row, ...]:
+    # A named tuple's own constructor is a Python function, which takes twice as long.
+    new_row = cast("Any", tuple).__new__
+    return tuple(map(new_row, repeat(row_type), zip(*columns, strict=True)))
+
+
 def _batch_of_columns(
     step: int,
     new: tuple[NewSequence, ...],
     columns: tuple[tuple[Any, ...], ...],
     finished: tuple[int, ...],
 ) -> Batch:
-    scheduled = tuple(map(ScheduledSequence, *columns)) if columns else ()
-    return Batch(step=step, new=new, scheduled=scheduled, finished=finished)
+    return Batch(step=step, new=new, scheduled=_rows(ScheduledSequence, columns), finished=finished)
 
 
 def _result_of_columns(
@@ -302,8 +310,12 @@ def _result_of_columns(
     prompt_logprobs: tuple[PromptLogprobs, ...],
     failures: tuple[SequenceFailure, ...],
 ) -> BatchResult:
-    tokens = tuple(map(SampledToken, *columns)) if columns else ()
-    return BatchResult(step=step, tokens=tokens, prompt_logprobs=prompt_logprobs, failures=failures)
+    return BatchResult(
+        step=step,
+        tokens=_rows(SampledToken, columns),
+        prompt_logprobs=prompt_logprobs,
+        failures=failures,
+    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

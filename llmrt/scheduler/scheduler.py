@@ -20,6 +20,7 @@ priority, and better priorities overtake only so often (see WaitingQueue).
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence as Sized
 
 from llmrt.messages import Batch, BatchResult, PromptLogprobs, SampledToken, SequenceFailure
 from llmrt.outputs import EngineStats
@@ -120,8 +121,7 @@ class Scheduler:
             self._pass_on_logprobs(logprobs, updates)
         for failure in result.failures:
             self._fail(failure, updates)
-        for token in result.tokens:
-            self._append_token(token, updates)
+        self._append_tokens(result.tokens, updates)
         updates.extend(self._finish_without_token(s) for s in scored if not s.is_finished)
         self._roster.release_retired()
         return updates
@@ -281,27 +281,29 @@ class Scheduler:
                     scored.append(sequence)
         return scored
 
-    def _append_token(self, token: SampledToken, updates: list[Update]) -> None:
-        sequence = self._unfinished(token.seq_id)
-        if sequence is None:
-            return
-        sequence.output_token_ids.append(token.token_id)
-        self._num_generated_tokens += 1
-        end = ending(sequence, token.token_id)
-        if end.finish_reason is not None:
-            self._roster.end(sequence, end.finish_reason, end.stop_reason)
-        updates.append(
-            TokenUpdate(
-                sequence.request.request_id,
-                sequence.index,
-                token.seq_id,
-                token.token_id,
-                token.logprob,
-                token.top,
-                end.finish_reason,
-                end.stop_reason,
+    def _append_tokens(self, tokens: Sized[SampledToken], updates: list[Update]) -> None:
+        sequences, finished = self._roster.sequences, SequenceStatus.FINISHED
+        for seq_id, token_id, logprob, top in tokens:
+            sequence = sequences.get(seq_id)
+            if sequence is None or sequence.status is finished:
+                continue
+            sequence.output_token_ids.append(token_id)
+            self._num_generated_tokens += 1
+            end = ending(sequence, token_id)
+            if end.finish_reason is not None:
+                self._roster.end(sequence, end.finish_reason, end.stop_reason)
+            updates.append(
+                TokenUpdate(
+                    sequence.request.request_id,
+                    sequence.index,
+                    seq_id,
+                    token_id,
+                    logprob,
+                    top,
+                    end.finish_reason,
+                    end.stop_reason,
+                )
             )
-        )
 
     def _pass_on_logprobs(self, logprobs: PromptLogprobs, updates: list[Update]) -> None:
         """Report prompt log-probabilities, without those that were reported before a preemption."""
