@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from llmrt.worker.attention import spans as spans_module
 from llmrt.worker.attention.contexts import ContextKeeper
 from llmrt.worker.attention.metadata import AttentionMetadata, AttentionPlan, build_plan
 from llmrt.worker.attention.spans import Span, by_prefix, num_shared_blocks
@@ -19,6 +20,12 @@ from tests.support.tiny_driver import FLOAT32_CPU
 BLOCK_SIZE, HEAD_DIM = 4, 8
 HEADS = HeadShard(query_heads=range(5), kv_heads=range(2), kv_head_of_query_head=(0, 0, 0, 1, 1))
 SYSTEM_PROMPT = list(range(100, 116))
+
+
+@pytest.fixture(autouse=True)
+def shares_little(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a prefix be worth reading once where it spares 32 blocks."""
+    monkeypatch.setattr(spans_module, "LEAST_SPARED_BLOCKS", 32)
 
 
 class Steps:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-_LEAST_SPARED_BLOCKS = 32
+LEAST_SPARED_BLOCKS = 192
 """A prefix that is read once for all costs two products more, so it must spare so many blocks."""
 
 
@@ -56,4 +56,4 @@ def num_shared_blocks(spans: Sequence[Span], block_size: int) -> int:
     # What the least and the greatest begin with, all between them do.
     pairs = zip(min(tables)[:most], max(tables)[:most], strict=True)
     num_shared = next((i for i, (low, high) in enumerate(pairs) if low != high), most)
-    return num_shared if num_shared * (len(spans) - 1) >= _LEAST_SPARED_BLOCKS else 0
+    return num_shared if num_shared * (len(spans) - 1) >= LEAST_SPARED_BLOCKS else 0
