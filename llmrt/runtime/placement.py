@@ -5,6 +5,7 @@ Values and pure decisions; `llmrt.runtime.ray_cluster` is what asks Ray.
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -87,6 +88,28 @@ def choose_bundles(
 
 _TIERS = ((0,), (1,), (2, 3))
 """Free bundles, then busy ones, then the caller's."""
+
+
+def held_by_bundle(
+    resource_ids: Mapping[str, Sequence[tuple[int, float]]], group_id: str
+) -> dict[int, dict[str, float]]:
+    """Return what a process holds of each bundle of a group that it sits in.
+
+    Who asked for no bundle in particular, as a replica of Ray Serve does, may be given the CPU of
+    one bundle and the place (`bundle`) of another: it sits where its CPU is.
+
+    Args:
+        resource_ids: what Ray has given it, such as `CPU_group_0_<group>`: shares of instances.
+        group_id: the group, in hexadecimal.
+    """
+    pattern = re.compile(rf"(\w+)_group_(\d+)_{group_id}$")
+    held: dict[int, dict[str, float]] = {}
+    for name, shares in resource_ids.items():
+        if (found := pattern.match(name)) is not None:
+            amounts = held.setdefault(int(found[2]), {})
+            amounts[found[1]] = sum(amount for _, amount in shares)
+    seats = {index: amounts for index, amounts in held.items() if amounts.keys() != {"bundle"}}
+    return seats or held
 
 
 def _by_node(bundles: Sequence[Bundle], num_ranks: int, own_node: str) -> list[Bundle]:

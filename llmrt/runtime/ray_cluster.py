@@ -16,7 +16,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from llmrt.errors import ConfigError
-from llmrt.runtime.placement import Bundle, Node, PlacementError
+from llmrt.runtime.placement import Bundle, Node, PlacementError, held_by_bundle
 
 OLDEST, BEFORE = (2, 44), (3, 0)
 """The versions of Ray that are supported: from the first, before the second."""
@@ -226,36 +226,30 @@ def bundles_of(group: Any) -> list[Bundle]:
     """Return the bundles of a placed group, with what of each an engine may use."""
     table = _table(group)
     node_ids: dict[int, str] = table["bundles_to_node_id"]
-    own_index, tenants = _own_bundle(group), _tenants(group)
+    held, tenants = _held_in(group), _tenants(group)
     bundles: list[Bundle] = []
     for index, resources in table["bundles"].items():
-        is_callers = index == own_index
-        taken = num_assigned if is_callers else _nothing
+        own = held.get(index, {})
         bundles.append(
             Bundle(
                 index=index,
                 node_id=node_ids[index],
-                num_cpus=max(0.0, resources.get("CPU", 0.0) - taken("CPU")),
-                num_gpus=max(0.0, resources.get("GPU", 0.0) - taken("GPU")),
-                is_callers=is_callers,
+                num_cpus=max(0.0, resources.get("CPU", 0.0) - own.get("CPU", 0.0)),
+                num_gpus=max(0.0, resources.get("GPU", 0.0) - own.get("GPU", 0.0)),
+                is_callers=bool(own),
                 is_busy=index in tenants,
             )
         )
     return bundles
 
 
-def _nothing(_resource: str) -> float:
-    return 0.0
-
-
-def _own_bundle(group: Any) -> int | None:
-    """Return the index of the bundle that this process sits in, if it sits in this group."""
-    with contextlib.suppress(Exception):
-        pattern = re.compile(rf"_group_(\d+)_{group.id.hex()}$")
-        for name in _worker().core_worker.resource_ids():
-            if (found := pattern.search(name)) is not None:
-                return int(found[1])
-    return None
+def _held_in(group: Any) -> dict[int, dict[str, float]]:
+    """Return what this process holds of the group, by bundle."""
+    try:
+        resource_ids = _worker().core_worker.resource_ids()
+    except Exception:  # it is Ray's own business, and may go
+        return {}
+    return held_by_bundle(resource_ids, group.id.hex())
 
 
 def _tenants(group: Any) -> set[int]:

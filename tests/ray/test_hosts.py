@@ -36,6 +36,29 @@ def test_an_engine_opens_in_the_first_bundle_of_somebody_elses_group(
     assert num_groups == 1, "the workers sit in the group that was there"
 
 
+def test_an_engine_opens_beside_a_host_that_asked_for_no_bundle(
+    driver: RayDriver, tiny_model: Path
+) -> None:
+    def scenario() -> int:
+        import ray
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        num_opened = 0
+        for attempt in range(4):  # Ray picks a bundle for its place and one for its CPU at random
+            with scenarios.placement_group([{"CPU": 1}] * 3, name=f"any-{attempt}") as group:
+                strategy = PlacementGroupSchedulingStrategy(
+                    group, placement_group_capture_child_tasks=True
+                )
+                options = {"num_cpus": 1, "scheduling_strategy": strategy}
+                host = scenarios.host_class().options(**options).remote()
+                ray.get(host.answer.remote(tiny_model, "ray", 2), timeout=60)
+                num_opened += 1
+                ray.kill(host)
+        return num_opened
+
+    assert driver.run(scenario, timeout=110) == 4
+
+
 def test_a_group_travels_in_an_environment_variable(driver: RayDriver, tiny_model: Path) -> None:
     def scenario() -> tuple[Any, ...]:
         import ray

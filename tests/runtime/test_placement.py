@@ -10,9 +10,27 @@ from llmrt.runtime.placement import (
     PlacementError,
     choose_bundles,
     describe_shortage,
+    held_by_bundle,
     rank_order,
     wants_gpu,
 )
+
+
+def test_a_process_sits_where_its_cpu_is_whatever_its_place_is_called() -> None:
+    held = {
+        "bundle_group_1_abc": [(0, 0.001)],
+        "bundle_group_abc": [(0, 0.001)],
+        "CPU_group_abc": [(0, 1.0)],
+        "CPU_group_2_abc": [(0, 1.0)],
+        "GPU_group_2_abc": [(0, 0.5), (3, 1.0)],
+        "CPU_group_0_other": [(0, 1.0)],
+    }
+    assert held_by_bundle(held, "abc") == {2: {"CPU": 1.0, "GPU": 1.5}}
+
+
+def test_a_process_without_resources_sits_in_its_place() -> None:
+    held = {"bundle_group_1_abc": [(0, 0.001)], "bundle_group_abc": [(0, 0.001)]}
+    assert list(held_by_bundle(held, "abc")) == [1]
 
 
 def bundles(nodes: str, **of_all: float) -> list[Bundle]:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 import socket
+import traceback
 import urllib.request
 from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
 from typing import Any
+from urllib.error import HTTPError
 
-from fastapi import FastAPI
-from fastapi.responses import StreamingResponse
+from fastapi import FastAPI, Request
+from fastapi.responses import PlainTextResponse, StreamingResponse
 from ray import serve
 
 from llmrt import AsyncEngine
@@ -18,6 +20,12 @@ from tests.support.ray_scenarios import GREEDY
 
 app = FastAPI()
 PROMPT = "Once upon a time"
+
+
+@app.exception_handler(Exception)
+async def tell(_: Request, error: Exception) -> PlainTextResponse:
+    """Answer with the traceback: the replica's own output is nowhere to be seen."""
+    return PlainTextResponse("".join(traceback.format_exception(error)), status_code=500)
 
 
 @serve.deployment(
@@ -72,9 +80,12 @@ def run(model: str) -> Iterator[str]:
 
 
 def ask(url: str, path: str) -> dict[str, Any]:
-    """Return the answer to a request."""
-    with urllib.request.urlopen(f"{url}/{path}", timeout=60) as response:
-        if path == "complete":
-            return json.load(response)
-        parts = [json.loads(line) for line in response]
+    """Return the answer to a request; raise what the replica raised."""
+    try:
+        with urllib.request.urlopen(f"{url}/{path}", timeout=60) as response:
+            if path == "complete":
+                return json.load(response)
+            parts = [json.loads(line) for line in response]
+    except HTTPError as error:
+        raise RuntimeError(error.read().decode()) from None
     return {"text": "".join(parts), "num_parts": len(parts)}
