@@ -15,7 +15,7 @@ import llmrt
 from llmrt.bench.runner import as_text as line_as_text
 from llmrt.bench.runner import run_workloads
 from llmrt.bench.workloads import select_workloads
-from llmrt.checkpoint.cache import cache_folder
+from llmrt.cache_entries import cache_folder
 from llmrt.display.terminal_chat import TerminalChat
 from llmrt.doctor import as_text, report
 from llmrt.errors import ConfigError, LlmrtError, RequestError

@@ -14,7 +14,7 @@ import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from llmrt.checkpoint.cache import Build, building, cache_folder
+from llmrt.cache_entries import Build, building, cache_folder
 from llmrt.checkpoint.checkpoint import Checkpoint
 from llmrt.checkpoint.gguf_file import open_gguf
 from llmrt.checkpoint.hub import open_hub_model

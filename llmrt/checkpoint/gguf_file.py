@@ -10,7 +10,7 @@ import hashlib
 import os
 from pathlib import Path
 
-from llmrt.checkpoint.cache import Build, building, cache_folder
+from llmrt.cache_entries import Build, building, cache_folder
 from llmrt.checkpoint.checkpoint import Checkpoint, read_checkpoint
 from llmrt.checkpoint.subprocesses import run_module
 from llmrt.display.progress import Progress

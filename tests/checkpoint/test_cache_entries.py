@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from llmrt.checkpoint import cache as cache_module
-from llmrt.checkpoint.cache import building, cache_folder
+from llmrt import cache_entries
+from llmrt.cache_entries import building, cache_folder
 from llmrt.errors import ConfigError
 
 
@@ -62,7 +62,7 @@ def test_only_one_builds_at_a_time(cache: Path) -> None:
 HOLDER = """
 import subprocess, sys, time
 from pathlib import Path
-from llmrt.checkpoint.cache import building
+from llmrt.cache_entries import building
 with building(Path(sys.argv[1])) as build:
     (build.folder / "half").write_text("x")
     helper = [sys.executable, "-c", "import sys; print('on', flush=True); sys.stdin.read()"]
@@ -113,7 +113,7 @@ def test_the_lock_is_held_as_long_as_a_helper_of_the_killed_holder_lives(cache: 
 def test_waiting_has_an_end_that_names_the_lock(
     cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cache_module, "LOCK_WAIT_SECONDS", 0.05)
+    monkeypatch.setattr(cache_entries, "LOCK_WAIT_SECONDS", 0.05)
     with (
         building(cache / "entry"),
         pytest.raises(ConfigError, match=r"entry\.lock"),
