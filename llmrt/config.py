@@ -62,6 +62,7 @@ class EngineConfig:
     prefix_caching: bool = True
     quantization: str | None = None
     """`int8`, `int4`, or None: as the checkpoint stores them."""
+    compiled_kernels: bool = True
     num_threads: int | None = None
     """Threads per rank on a CPU; None is the rank's share of the cores this process may use."""
     seed: int = 0
@@ -117,6 +118,8 @@ class WorkerConfig:
     block_size: int = DEFAULT_BLOCK_SIZE
     kv_cache_bytes: int | None = None
     """KV cache of all ranks together; None takes the device's default share."""
+    compiled_kernels: bool = True
+    """Whether to compile llmrt's own kernels, for bfloat16 on a CPU; False leaves all to torch."""
     gpu_memory_fraction: float = 0.9
     quantization: str | None = None
 

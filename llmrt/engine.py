@@ -65,8 +65,10 @@ class Engine:
         gpu_memory_fraction: How much of a GPU's memory the engine may use.
         block_size: Tokens per block of the KV cache.
         prefix_caching: Keep computed prompts for later requests that begin alike.
-        quantization: `int8` (half the memory) or `int4` (a single stream twice as fast) for the
+        quantization: `int8` or `int4` (about half and a third of the memory of bfloat16) for the
             layers' matrices, on a CPU in bfloat16; None keeps them as the checkpoint has them.
+        compiled_kernels: Compute with llmrt's own kernels on a CPU in bfloat16, which this
+            machine's C compiler makes once; False, or no compiler, leaves all to torch.
         num_threads: Native threads per rank on a CPU; None is its share of the cores.
         seed: Of the requests that have none of their own.
         placement_group: A Ray placement group for the workers; with none, the one that this
@@ -97,6 +99,7 @@ class Engine:
         block_size: int = DEFAULT_BLOCK_SIZE,
         prefix_caching: bool = True,
         quantization: str | None = None,
+        compiled_kernels: bool = True,
         num_threads: int | None = None,
         seed: int = 0,
         placement_group: Any = None,
@@ -121,6 +124,7 @@ class Engine:
             block_size=block_size,
             prefix_caching=prefix_caching,
             quantization=quantization,
+            compiled_kernels=compiled_kernels,
             num_threads=num_threads,
             seed=seed,
             placement_group=placement_group,

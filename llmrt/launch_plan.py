@@ -136,4 +136,5 @@ def _worker_config(
         kv_cache_bytes=options.kv_cache_bytes,
         gpu_memory_fraction=options.gpu_memory_fraction,
         quantization=options.quantization,
+        compiled_kernels=options.compiled_kernels,
     )

@@ -20,6 +20,8 @@ BASE_EXTRAS = (
     "unpicklable",
     "by_value",
     "shared_memory_layout",
+    "cache_entries",
+    "c_compiler",
 )
 """Base files of their own: they import `errors` and each other."""
 OPTIONAL_OR_HEAVY = {

@@ -12,6 +12,7 @@ from llmrt.config import WorkerConfig
 from llmrt.errors import ConfigError
 from llmrt.model_config import ModelConfig
 from llmrt.worker import shard
+from llmrt.worker.native.kernels import NativeKernels
 
 GIB = 1 << 30
 DEFAULT_CPU_CACHE_LIMIT = 4 * GIB
@@ -27,6 +28,8 @@ class Placement:
     """Of activations, and of weights that are not quantised."""
     quantization: str | None = None
     """`int8` or `int4`: how the layers' matrices are kept; None as the checkpoint has them."""
+    kernels: NativeKernels | None = None
+    """Compiled kernels for what torch has none; None leaves all to torch."""
 
 
 def place(

@@ -11,12 +11,19 @@ from torch import Tensor
 
 from llmrt.messages import ScheduledSequence
 from llmrt.model_config import ModelConfig
+from llmrt.worker.attention.choice import attention_kernels
 from llmrt.worker.attention.contexts import ContextKeeper
-from llmrt.worker.attention.metadata import AttentionMetadata, build_plan
+from llmrt.worker.attention.metadata import (
+    AttentionMetadata,
+    AttentionPlan,
+    build_paged_step,
+    build_plan,
+)
 from llmrt.worker.attention.spans import Span
 from llmrt.worker.device import Placement
 from llmrt.worker.kv_cache import KVCache
 from llmrt.worker.sequence import SequenceState
+from llmrt.worker.shard import HeadShard
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,9 +63,12 @@ class StepInputs:
 class InputBuilder:
     """Builds the tensors of a step."""
 
-    def __init__(self, model: ModelConfig, cache: KVCache, placement: Placement) -> None:
+    def __init__(
+        self, model: ModelConfig, heads: HeadShard, cache: KVCache, placement: Placement
+    ) -> None:
         self._cache = cache
         self._placement = placement
+        self._is_paged = attention_kernels(heads, model.head_dim, placement) is not None
         # Beside the cache: on a GPU that fills all memory.
         self._keeper = ContextKeeper(cache) if placement.device.type == "cpu" else None
         self._windows = frozenset(model.windows) or frozenset({None})
@@ -107,18 +117,22 @@ class InputBuilder:
                     for position in range(span.start, span.end)
                 ]
             )
+        return AttentionMetadata(
+            cache=self._cache,
+            slot_mapping_T=self._tensor(slots),
+            plans={} if self._is_paged else self._plans(spans),
+            paged=build_paged_step(spans) if self._is_paged else None,
+            lengths_T=lengths,
+        )
+
+    def _plans(self, spans: Sequence[Span]) -> Mapping[int | None, AttentionPlan]:
         plans = {
             window: build_plan(spans, window, self._cache, self._keeper, self._placement)
             for window in self._windows
         }
         if self._keeper is not None:
             self._keeper.forget_unused()
-        return AttentionMetadata(
-            cache=self._cache,
-            slot_mapping_T=self._tensor(slots),
-            plans=plans,
-            lengths_T=lengths,
-        )
+        return plans
 
     def _tensor(self, values: list[int]) -> Tensor:
         if not values:

@@ -41,6 +41,10 @@ class KVCache:
         shape = (num_layers, 2 * num_kv_heads, num_blocks, block_size, head_dim)
         self._layers = tuple(_zeros(shape, placement))
 
+    def heads(self, layer: int) -> Tensor:
+        """Return kv_HNBD of a layer: its key heads, then its value heads."""
+        return self._layers[layer]
+
     def write(self, layer: int, kv_THD: Tensor, slots_T: Tensor) -> None:
         """Store the key heads, then value heads, of these tokens.
 

@@ -127,7 +127,7 @@ class ModelRunner:
             head_dim=model.head_dim,
             placement=self._placement,
         )
-        return InputBuilder(model, cache, self._placement)
+        return InputBuilder(model, heads, cache, self._placement)
 
     @torch.inference_mode()
     def peak_bytes(self) -> int:

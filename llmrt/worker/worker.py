@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import logging
+from dataclasses import replace
+
 import torch
 
 from llmrt.config import WorkerConfig, WorkerContext
@@ -32,6 +35,8 @@ from llmrt.worker.function_calls import call_function
 from llmrt.worker.matrices.kernels import can_multiply_int4, can_multiply_int8
 from llmrt.worker.model_runner import ModelRunner
 from llmrt.worker.models.decoder import Decoder
+from llmrt.worker.native.kernels import load_kernels
+from llmrt.worker.native.library import NoKernelsError
 from llmrt.worker.sampler import Sampler
 from llmrt.worker.sampling.grammars import Grammars
 from llmrt.worker.tensor_parallel import TPGroup, join_group
@@ -103,13 +108,24 @@ class Worker:
     def _load(self) -> LoadReport:
         check_tp(self._config.model, self.world_size)
         self._set_num_threads()
-        placement = place(self._config, self.rank, self.world_size, self._context.device_index)
+        placement = self._place()
         self._check_quantization(placement)
         self.device, self._placement = placement.device, placement
         self._context.report("joining group")
         self._group = join_group(self._context, placement.device)
         self._load_model(self._group, placement)
         return self._load_report(placement)
+
+    def _place(self) -> Placement:
+        placement = place(self._config, self.rank, self.world_size, self._context.device_index)
+        is_for_kernels = placement.device.type == "cpu" and placement.dtype == torch.bfloat16
+        if not (self._config.compiled_kernels and is_for_kernels):
+            return placement
+        try:
+            return replace(placement, kernels=load_kernels(self._context.report))
+        except NoKernelsError as reason:
+            logging.getLogger("llmrt").info("no compiled kernels: %s", reason)
+            return placement
 
     def _check_quantization(self, placement: Placement) -> None:
         kind = self._config.quantization

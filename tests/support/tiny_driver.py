@@ -203,14 +203,18 @@ def load_decoder(
 
 
 def logits_at_every_position(
-    checkpoint: Checkpoint, tp: int, token_ids: list[int], chunks: Sequence[int] = ()
+    checkpoint: Checkpoint,
+    tp: int,
+    token_ids: list[int],
+    chunks: Sequence[int] = (),
+    placement: Placement = FLOAT32_CPU,
 ) -> Tensor:
     """Return rank 0's logits_TV of one sequence, run in chunks of these sizes; () is one."""
     sizes = chunks or (len(token_ids),)
     assert sum(sizes) == len(token_ids)
 
     def run(group: TPGroup) -> Tensor | None:
-        return _chunked_logits(checkpoint, group, token_ids, sizes)
+        return _chunked_logits(checkpoint, group, token_ids, sizes, placement)
 
     logits_TV = on_every_rank(thread_groups(tp), run)[0]
     assert logits_TV is not None
@@ -219,10 +223,14 @@ def logits_at_every_position(
 
 @torch.inference_mode()
 def _chunked_logits(
-    checkpoint: Checkpoint, group: TPGroup, token_ids: list[int], sizes: Sequence[int]
+    checkpoint: Checkpoint,
+    group: TPGroup,
+    token_ids: list[int],
+    sizes: Sequence[int],
+    placement: Placement,
 ) -> Tensor | None:
     config = checkpoint.config
-    model = load_decoder(checkpoint, group)
+    model = load_decoder(checkpoint, group, placement)
     heads = shard_heads(config.num_heads, config.num_kv_heads, group.rank, group.size)
     cache = KVCache(
         num_layers=config.num_layers,
@@ -230,9 +238,9 @@ def _chunked_logits(
         block_size=4,
         num_kv_heads=heads.num_kv_heads,
         head_dim=config.head_dim,
-        placement=FLOAT32_CPU,
+        placement=placement,
     )
-    builder = InputBuilder(config, cache, FLOAT32_CPU)
+    builder = InputBuilder(config, heads, cache, placement)
     # Blocks in falling order: nothing may take them for neighbours.
     state = SequenceState(
         spec=new_sequence(0, token_ids),

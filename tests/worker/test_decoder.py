@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from tests.support.checkpoints import FAMILIES, Checkpoint, random_prompt
+from tests.support.native import native_placement
 from tests.support.tiny_driver import TinyDriver, logits_at_every_position
 
 TOLERANCE = 1e-4
@@ -34,6 +37,24 @@ def test_chunks_change_the_logits(
     expected_TV = checkpoint.logits(token_ids)
     found_TV = logits_at_every_position(checkpoint, 1, token_ids, chunks)
     torch.testing.assert_close(found_TV, expected_TV, atol=TOLERANCE, rtol=0)
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_compiled_kernels_are_less_exact_than_torch(
+    checkpoints: dict[str, Checkpoint], family: str, tp: int
+) -> None:
+    checkpoint = checkpoints[family]
+    token_ids = random_prompt(PROMPT_LENGTH, checkpoint.config.vocab_size)
+    expected_TV = checkpoint.logits(token_ids)
+    native = native_placement()
+    of_torch, of_kernels = (
+        (logits_at_every_position(checkpoint, tp, token_ids, (7, 1, 41, 1), placement).float())
+        for placement in (replace(native, kernels=None), native)
+    )
+    error_of_torch = (of_torch - expected_TV).abs().mean()
+    error_of_kernels = (of_kernels - expected_TV).abs().mean()
+    assert 0 < error_of_kernels <= 1.1 * error_of_torch
 
 
 @pytest.mark.parametrize("tp", [1, 2, 4])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,10 +14,18 @@ from llmrt.worker.device import Placement
 from llmrt.worker.layers.linear import Linear
 from llmrt.worker.matrices import kernels
 from llmrt.worker.matrices.grouped_codes import GroupedCodes, quantize_to_groups, stack
-from llmrt.worker.matrices.matrix import PackedMatrix, PlainMatrix
-from llmrt.worker.matrices.quantized import Int4Matrix, Int8Matrix, fits_kernels, quantize_rows
+from llmrt.worker.matrices.matrix import NativeMatrix, PackedMatrix, PlainMatrix
+from llmrt.worker.matrices.quantized import (
+    CodesMatrix,
+    Int4Matrix,
+    Int8Matrix,
+    fits_kernels,
+    quantize_rows,
+    rows_as_groups,
+)
 from llmrt.worker.weights.gguf_reader import open_gguf
 from tests.support.gguf_files import write_gguf_tensors
+from tests.support.native import native_kernels, native_placement
 
 BFLOAT16 = Placement(device=torch.device("cpu"), dtype=torch.bfloat16)
 FLOAT32 = Placement(device=torch.device("cpu"), dtype=torch.float32)
@@ -24,6 +33,9 @@ FORMS: dict[str, Callable[[torch.Tensor], object]] = {
     "packed": PackedMatrix,
     "int4": lambda w: Int4Matrix(quantize_to_groups(w), PlainMatrix(w)),
     "int8": Int8Matrix,
+    "native": lambda w: NativeMatrix(w, native_kernels()),
+    "native int4": lambda w: CodesMatrix(quantize_to_groups(w), native_kernels()),
+    "native int8": lambda w: CodesMatrix(rows_as_groups(w), native_kernels()),
 }
 
 
@@ -93,19 +105,20 @@ def test_a_form_multiplies_another_matrix(form: str, has_bias: bool, num_tokens:
     found = FORMS[form](weight).multiply(x, bias)  # type: ignore[attr-defined]
     expected = F.linear(x.float(), weight.float(), None if bias is None else bias.float())
     # 8 / 127 is no bfloat16, so codes of eight bits are off by up to half a step.
-    tolerance = 0.02 if form == "int8" else 0.006
+    tolerance = 0.02 if form.endswith("int8") else 0.006
     assert found.dtype == torch.bfloat16
     assert (found.float() - expected).abs().max() <= tolerance * expected.abs().max()
 
 
+@pytest.mark.parametrize("is_native", [False, True], ids=["torch", "native"])
 @pytest.mark.parametrize("quantization", [None, "int4", "int8"])
 @pytest.mark.parametrize("shape", [(48, 64), (40, 64), (48, 50), (1, 3), (0, 64)])
 def test_a_kernel_is_given_a_shape_it_cannot_multiply(
-    shape: tuple[int, int], quantization: str | None
+    shape: tuple[int, int], quantization: str | None, is_native: bool
 ) -> None:
-    placement = Placement(
-        device=torch.device("cpu"), dtype=torch.bfloat16, quantization=quantization
-    )
+    placement = replace(BFLOAT16, quantization=quantization)
+    if is_native:
+        placement = native_placement(quantization)
     torch.manual_seed(0)
     weight = torch.randn(shape).bfloat16()
     linear = Linear(shape[1], shape[0], placement)
@@ -155,7 +168,7 @@ def test_a_packed_matrix_is_kept_twice() -> None:
     assert linear.num_bytes == 32 * 64 * 2
 
 
-@pytest.mark.parametrize("type_name", ["Q4_0", "Q4_1"])
+@pytest.mark.parametrize("type_name", ["Q4_0", "Q4_1", "Q8_0"])
 def test_codes_of_a_gguf_file_are_dequantised_and_quantised_again(
     type_name: str, tmp_path: Path
 ) -> None:
@@ -171,6 +184,35 @@ def test_codes_of_a_gguf_file_are_dequantised_and_quantised_again(
     assert reader.read_codes("lm_head.weight", None, slice(16, 96)) is None
     assert len(stack([codes, codes])) == 10
     reader.close()
+
+
+@pytest.mark.parametrize(
+    ("num_bits", "quantization", "bytes_per_weight"),
+    [(4, None, 0.625), (4, "int4", 0.625), (4, "int8", 1.125),
+     (8, None, 1.125), (8, "int4", 0.625), (8, "int8", 1.125)],
+)  # fmt: skip
+def test_codes_that_nobody_asked_for_are_kept(
+    num_bits: int, quantization: str | None, bytes_per_weight: float
+) -> None:
+    weight = torch.randn(64, 96)
+    codes = quantize_to_groups(weight) if num_bits == 4 else rows_as_groups(weight)
+    linear = Linear(96, 64, native_placement(quantization))
+    linear.load([codes])
+    assert linear.num_bytes == bytes_per_weight * 64 * 96
+    x = torch.randn(3, 96).bfloat16()
+    expected = F.linear(x.float(), codes.dequantize())
+    assert torch.allclose(linear(x).float(), expected, atol=0.4 * 96**0.5, rtol=0)
+
+
+def test_codes_of_two_kinds_are_not_made_dense() -> None:
+    weight = torch.randn(64, 96)
+    linear = Linear(96, 64, native_placement())
+    linear.load([quantize_to_groups(weight[:32]), rows_as_groups(weight[32:])])
+    assert linear.num_bytes == 64 * 96 * 2
+    x = torch.randn(3, 96).bfloat16()
+    assert torch.allclose(
+        linear(x).float(), F.linear(x.float(), weight), atol=0.4 * 96**0.5, rtol=0
+    )
 
 
 def test_which_shapes_the_kernels_take() -> None:

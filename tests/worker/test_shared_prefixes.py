@@ -58,7 +58,8 @@ class Steps:
         slots = torch.tensor([_slot(span.block_ids, p) for span, p in places])
         qkv_THD = torch.randn(len(places), 9, HEAD_DIM)
         metadata = AttentionMetadata(cache=self.cache, slot_mapping_T=slots, plans={None: plan})
-        o_TQD = self.attention(qkv_THD.clone(), metadata)
+        still = torch.ones(len(places), 1, HEAD_DIM)
+        o_TQD = self.attention(qkv_THD.clone(), (still, torch.zeros_like(still)), metadata)
         for (span, position), qkv_HD, o_QD in zip(places, qkv_THD, o_TQD, strict=True):
             torch.testing.assert_close(o_QD, self._expected(span, position, qkv_HD[:5]))
         return plan

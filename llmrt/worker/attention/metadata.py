@@ -6,6 +6,7 @@ chunks one after the other.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -18,6 +19,7 @@ from llmrt.worker.attention.scaled_dot_product import has_fast_products
 from llmrt.worker.attention.spans import Span, by_prefix, num_shared_blocks
 from llmrt.worker.device import Placement
 from llmrt.worker.kv_cache import KVCache
+from llmrt.worker.native.kernels import PagedSpans
 
 _ROWS_TOGETHER = 512
 """Tokens of prompts that are attended to in one call."""
@@ -62,6 +64,14 @@ class AttentionPlan:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class PagedStep:
+    """The work of every layer, over the cache as it lies."""
+
+    decodes: PagedSpans | None
+    chunks: PagedSpans | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class AttentionMetadata:
     """All that a model needs of a step beside ids and positions."""
 
@@ -69,7 +79,9 @@ class AttentionMetadata:
     slot_mapping_T: Tensor
     """Where each token's key and value are stored."""
     plans: Mapping[int | None, AttentionPlan]
-    """By sliding window; None is full attention."""
+    """By sliding window; None is full attention. Empty where `paged` is used instead."""
+    paged: PagedStep | None = None
+    """The step as compiled kernels take it."""
     lengths_T: Tensor | None = None
     """For RoPE that depends on it: the larger of prompt length and position + 1."""
 
@@ -110,6 +122,37 @@ def build_plan(
             )
             for group in prefills
         ),
+    )
+
+
+def build_paged_step(spans: Sequence[Span]) -> PagedStep:
+    """Return the work of every layer for compiled kernels.
+
+    Args:
+        spans: what each sequence runs, decodes first.
+    """
+    return PagedStep(
+        decodes=_paged([s for s in spans if s.num_tokens == 1]),
+        chunks=_paged([s for s in spans if s.num_tokens > 1]),
+    )
+
+
+def _paged(spans: Sequence[Span]) -> PagedSpans | None:
+    if not spans:
+        return None
+    width = max(len(s.block_ids) for s in spans)
+    flat = array("i")
+    for span in spans:
+        flat.extend(span.block_ids)
+        flat.extend((0,) * (width - len(span.block_ids)))
+    ends = [s.end for s in spans]
+    return PagedSpans(
+        tables_NM=torch.frombuffer(flat, dtype=torch.int32).view(len(spans), width),
+        rows_N=torch.tensor([s.row for s in spans]),
+        starts_N=torch.tensor([s.start for s in spans]),
+        lengths_N=torch.tensor([s.num_tokens for s in spans]),
+        ends_N=torch.tensor(ends),
+        longest=max(ends),
     )
 
 

@@ -12,11 +12,14 @@ from llmrt.worker.attention.metadata import AttentionMetadata
 class Attention(Protocol):
     """Attention of one layer over the paged cache."""
 
-    def __call__(self, qkv_THD: Tensor, attention: AttentionMetadata) -> Tensor:
-        """Store this step's keys and values, and attend.
+    def __call__(
+        self, qkv_THD: Tensor, angles: tuple[Tensor, Tensor], attention: AttentionMetadata
+    ) -> Tensor:
+        """Rotate queries and keys, store this step's keys and values, and attend.
 
         Args:
-            qkv_THD: by token: query heads, key heads, value heads of this rank; rotated.
+            qkv_THD: by token: query heads, key heads, value heads of this rank; rotated in place.
+            angles: cos and sin by token.
             attention: the step.
 
         Returns:

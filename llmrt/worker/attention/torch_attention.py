@@ -23,6 +23,7 @@ from llmrt.worker.attention.scaled_dot_product import (
     has_fast_products,
 )
 from llmrt.worker.device import Placement
+from llmrt.worker.layers.rotary import rotate_
 from llmrt.worker.shard import HeadShard
 
 QUERIES_PER_BLOCK = 128
@@ -41,8 +42,11 @@ class TorchAttention:
         self._groups = HeadGroups(heads, placement.device)
         self._by_products = has_fast_products(placement)
 
-    def __call__(self, qkv_THD: Tensor, attention: AttentionMetadata) -> Tensor:
-        """Store keys and values, and attend."""
+    def __call__(
+        self, qkv_THD: Tensor, angles: tuple[Tensor, Tensor], attention: AttentionMetadata
+    ) -> Tensor:
+        """Rotate, store keys and values, and attend."""
+        rotate_(qkv_THD[:, : self._num_heads + self._num_kv_heads], *angles)
         attention.cache.write(self._layer, qkv_THD[:, self._num_heads :], attention.slot_mapping_T)
         plan = attention.plans[self._window]
         if not plan.prefills and len(plan.decodes) == 1:

@@ -10,8 +10,14 @@ from torch import Tensor, nn
 from llmrt.worker.device import Placement
 from llmrt.worker.matrices.grouped_codes import GroupedCodes, quantize_to_groups, stack
 from llmrt.worker.matrices.kernels import can_multiply_int4, can_pack
-from llmrt.worker.matrices.matrix import Matrix, PackedMatrix, PlainMatrix
-from llmrt.worker.matrices.quantized import Int4Matrix, Int8Matrix, fits_kernels
+from llmrt.worker.matrices.matrix import Matrix, NativeMatrix, PackedMatrix, PlainMatrix
+from llmrt.worker.matrices.quantized import (
+    CodesMatrix,
+    Int4Matrix,
+    Int8Matrix,
+    fits_kernels,
+    rows_as_groups,
+)
 
 Piece = Tensor | GroupedCodes
 """Some rows of a matrix, as its checkpoint stores them."""
@@ -49,8 +55,8 @@ class Linear(nn.Module):
         if self.bias is not None:
             fill(self.bias, biases)
         codes = [w for w in weights if isinstance(w, GroupedCodes)]
-        if len(codes) == len(weights) and self._keeps_codes():
-            self._matrix = self._int4(stack(codes))
+        if len(codes) == len(weights) and self._keeps(codes):
+            self._matrix = self._of_codes(stack(codes))
         else:
             weight = self._weight_to_fill(weights)
             fill(weight, [w.dequantize() if isinstance(w, GroupedCodes) else w for w in weights])
@@ -66,9 +72,14 @@ class Linear(nn.Module):
     def share(self, weight: nn.Parameter) -> None:
         """Multiply with a matrix that somebody else has, too."""
         if self._quantization == "int4" and fits_kernels(*self._shape):
-            self._matrix = self._int4(quantize_to_groups(weight))
+            self._matrix = self._of_codes(quantize_to_groups(weight))
         elif self._quantization == "int8" and fits_kernels(*self._shape):
-            self._matrix = Int8Matrix(weight)
+            kernels = self._placement.kernels
+            self._matrix = (
+                Int8Matrix(weight)
+                if kernels is None
+                else CodesMatrix(rows_as_groups(weight), kernels)
+            )
         else:
             self._matrix = self._dense(weight)
 
@@ -82,18 +93,25 @@ class Linear(nn.Module):
         """Memory of the matrix beside the parameters."""
         return 0 if self._matrix is None else self._matrix.num_bytes
 
-    def _keeps_codes(self) -> bool:
-        return (
-            self._quantization != "int8"
-            and fits_kernels(*self._shape)
-            and can_multiply_int4(self._placement)
-        )
+    def _keeps(self, codes: Sequence[GroupedCodes]) -> bool:
+        """Return whether these can be multiplied as they are, and nobody asked for others."""
+        kinds = {f"int{piece.num_bits}" for piece in codes}
+        if not fits_kernels(*self._shape) or kinds != {self._quantization or min(kinds)}:
+            return False
+        if self._placement.kernels is not None:
+            return True
+        return kinds == {"int4"} and can_multiply_int4(self._placement)
 
-    def _int4(self, codes: GroupedCodes) -> Matrix:
+    def _of_codes(self, codes: GroupedCodes) -> Matrix:
+        if self._placement.kernels is not None:
+            return CodesMatrix(codes, self._placement.kernels)
         weight = codes.dequantize().to(self._placement.dtype)
         return Int4Matrix(codes, self._dense(nn.Parameter(weight, requires_grad=False)))
 
     def _dense(self, weight: nn.Parameter) -> Matrix:
+        kernels = self._placement.kernels
+        if weight.numel() and kernels is not None and weight.shape[1] % 2 == 0:
+            return NativeMatrix(weight, kernels)
         if weight.numel() and can_pack(self._placement):
             return PackedMatrix(weight)
         self.weight = weight

@@ -34,10 +34,9 @@ class GateUpProjection(nn.Module):
             biases = [read_checked(reader, f"{n}.bias", self._shape[:1], rows) for n in names]
         self.linear.load(weights, biases)
 
-    def forward(self, x_TD: Tensor) -> tuple[Tensor, Tensor]:
-        """Return gate_TI and up_TI."""
-        gate_TI, up_TI = self.linear(x_TD).chunk(2, dim=-1)
-        return gate_TI, up_TI
+    def forward(self, x_TD: Tensor) -> Tensor:
+        """Return gate_up_TI: the columns of gate, then those of up."""
+        return self.linear(x_TD)
 
 
 class DownProjection(nn.Module):
@@ -77,6 +76,7 @@ class GatedMLP(nn.Module):
             "gelu_pytorch_tanh": _gelu_tanh,
             "relu": F.relu,
         }[model.hidden_act]
+        self._kernels = placement.kernels if model.hidden_act == "silu" else None
         self.gate_up_proj = GateUpProjection(model, group, placement)
         self.down_proj = DownProjection(model, group, placement)
 
@@ -87,7 +87,10 @@ class GatedMLP(nn.Module):
 
     def forward(self, x_TD: Tensor) -> Tensor:
         """Return y_TD, the same on every rank."""
-        gate_TI, up_TI = self.gate_up_proj(x_TD)
+        gate_up_TI = self.gate_up_proj(x_TD)
+        if self._kernels is not None:
+            return self.down_proj(self._kernels.silu_and_mul(gate_up_TI))
+        gate_TI, up_TI = gate_up_TI.chunk(2, dim=-1)
         return self.down_proj(self._activation(gate_TI).mul_(up_TI))
 
 

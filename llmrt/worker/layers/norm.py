@@ -24,6 +24,7 @@ class RMSNorm(nn.Module):
         self._eps_scalar = torch.tensor(eps)
         self._dtype = placement.dtype
         self._has_fused_kernel = placement.device.type == "cuda"
+        self._kernels = placement.kernels
         self.weight = nn.Parameter(
             torch.empty(size, device=placement.device, dtype=torch.float32), requires_grad=False
         )
@@ -31,6 +32,19 @@ class RMSNorm(nn.Module):
     def load(self, reader: WeightReader, prefix: str) -> None:
         """Read `prefix.weight`."""
         fill(self.weight, [read_checked(reader, f"{prefix}.weight", tuple(self.weight.shape))])
+
+    def add_and_normalize(self, x_TD: Tensor, y_TD: Tensor | None) -> Tensor:
+        """Add *y_TD*, if there is one, to *x_TD* in place; return that normalised.
+
+        Args:
+            x_TD: the residual stream, in float32.
+            y_TD: what a layer adds to it.
+        """
+        if self._kernels is not None:
+            return self._kernels.add_rms_norm(x_TD, y_TD, self.weight, self._eps)
+        if y_TD is not None:
+            x_TD += y_TD
+        return self(x_TD)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return *x*, in float32 or the model's dtype, normalised, in the model's dtype."""

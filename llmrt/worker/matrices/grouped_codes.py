@@ -1,4 +1,4 @@
-"""GroupedCodes: a matrix as 4-bit numbers, with a scale and an offset for every 32 of a row.
+"""GroupedCodes: a matrix as 4- or 8-bit numbers, with a scale and an offset for every 32 of a row.
 
 O outputs (rows), I inputs (columns), G groups of a row.
 """
@@ -20,9 +20,15 @@ class GroupedCodes:
     """value = code · scale + offset."""
 
     codes_OI: Tensor
-    """uint8, 0 to 15."""
+    """Of 4 bits uint8, 0 to 15; of 8 bits int8."""
     scale_OG: Tensor
     offset_OG: Tensor
+    num_bits: int = 4
+
+    @property
+    def middle_code(self) -> int:
+        """The code in the midst of all."""
+        return middle_code(self.num_bits)
 
     def __len__(self) -> int:
         return len(self.codes_OI)
@@ -33,12 +39,18 @@ class GroupedCodes:
         return (codes_OGE * self.scale_OG[..., None] + self.offset_OG[..., None]).flatten(1)
 
 
+def middle_code(num_bits: int) -> int:
+    """Return the code in the midst of those of so many bits."""
+    return {4: 8, 8: 0}[num_bits]
+
+
 def stack(pieces: Sequence[GroupedCodes]) -> GroupedCodes:
-    """Return one matrix with the rows of all."""
+    """Return one matrix with the rows of all; their codes have as many bits."""
     return GroupedCodes(
         codes_OI=torch.cat([p.codes_OI for p in pieces]),
         scale_OG=torch.cat([p.scale_OG for p in pieces]),
         offset_OG=torch.cat([p.offset_OG for p in pieces]),
+        num_bits=pieces[0].num_bits,
     )
 
 

@@ -25,12 +25,12 @@ def can_pack(placement: Placement) -> bool:
 
 def can_multiply_int4(placement: Placement) -> bool:
     """Return whether 4-bit codes can be multiplied as such here."""
-    return _is_cpu_bfloat16(placement) and _int4_works()
+    return placement.kernels is not None or (_is_cpu_bfloat16(placement) and _int4_works())
 
 
 def can_multiply_int8(placement: Placement) -> bool:
     """Return whether 8-bit codes can be multiplied as such here."""
-    return _is_cpu_bfloat16(placement) and _int8_works()
+    return placement.kernels is not None or (_is_cpu_bfloat16(placement) and _int8_works())
 
 
 @cache

@@ -8,6 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from llmrt.worker.native.kernels import NativeKernels
+from llmrt.worker.native.packing import pack, unpack
+
 
 class Matrix(Protocol):
     """A weight matrix in the form that its kernel reads."""
@@ -58,3 +61,21 @@ class PackedMatrix:
     def dense(self) -> Tensor:
         """Return weight_OI, in its first order."""
         return self._packed.to_dense()
+
+
+class NativeMatrix:
+    """The matrix packed for our own kernel: up to twice as fast as oneDNN for a few rows."""
+
+    def __init__(self, weight_OI: Tensor, kernels: NativeKernels) -> None:
+        self.num_bytes = weight_OI.numel() * weight_OI.element_size()
+        self._num_outputs = len(weight_OI)
+        self._packed = pack(weight_OI.detach())
+        self._multiply = kernels.multiply_packed
+
+    def multiply(self, x_TI: Tensor, bias_O: Tensor | None) -> Tensor:
+        """Return y_TO."""
+        return self._multiply(x_TI.contiguous(), self._packed, bias_O, self._num_outputs)
+
+    def dense(self) -> Tensor:
+        """Return weight_OI, in its first order."""
+        return unpack(self._packed, self._num_outputs)

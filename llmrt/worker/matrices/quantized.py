@@ -11,12 +11,14 @@ from torch import Tensor
 
 from llmrt.worker.matrices.grouped_codes import GROUP_SIZE, GroupedCodes
 from llmrt.worker.matrices.matrix import Matrix
+from llmrt.worker.native.kernels import NativeKernels
+from llmrt.worker.native.packing import pack_codes, unpack_codes
 
 MAX_INT4_ROWS = 6
 MAX_INT8_ROWS = 16
 """Up to so many tokens the kernel on whole numbers is the faster one (measured with AVX-512)."""
 _ROW_UNIT = 16
-"""The kernels want whole vectors; given others, the 8-bit one returns NaN."""
+"""The kernels want whole vectors; given others, torch's 8-bit one returns NaN."""
 
 
 class Int4Matrix:
@@ -47,6 +49,27 @@ class Int4Matrix:
     def dense(self) -> Tensor:
         """Return weight_OI as the codes have it."""
         return self._dense.dense()
+
+
+class CodesMatrix:
+    """4- or 8-bit codes, multiplied by our own kernel: 0.31 or 0.56 of the memory of bfloat16."""
+
+    def __init__(self, codes: GroupedCodes, kernels: NativeKernels) -> None:
+        self._packed = pack_codes(codes)
+        self._multiply = kernels.multiply_codes
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of the codes and their scales."""
+        return self._packed.num_bytes
+
+    def multiply(self, x_TI: Tensor, bias_O: Tensor | None) -> Tensor:
+        """Return y_TO."""
+        return self._multiply(x_TI.contiguous(), self._packed, bias_O)
+
+    def dense(self) -> Tensor:
+        """Return weight_OI as the codes have it."""
+        return unpack_codes(self._packed).dequantize().bfloat16()
 
 
 class Int8Matrix:
@@ -83,6 +106,15 @@ def quantize_rows(weight_OI: Tensor) -> tuple[Tensor, Tensor]:
     divisor_O = torch.where(scale_O == 0, 1.0, scale_O.float())
     codes_OI = (weight_OI / divisor_O[:, None]).round_().clamp_(-127, 127)
     return codes_OI.to(torch.int8), scale_O
+
+
+def rows_as_groups(weight_OI: Tensor) -> GroupedCodes:
+    """Return the codes of `quantize_rows`, the scale of a row repeated for each of its groups."""
+    codes_OI, scale_O = quantize_rows(weight_OI)
+    scale_OG = scale_O.float()[:, None].repeat(1, codes_OI.shape[1] // GROUP_SIZE)
+    return GroupedCodes(
+        codes_OI=codes_OI, scale_OG=scale_OG, offset_OG=torch.zeros_like(scale_OG), num_bits=8
+    )
 
 
 def fits_kernels(num_outputs: int, num_inputs: int) -> bool:

@@ -11,22 +11,22 @@ from collections.abc import Iterator
 from torch import Tensor, nn
 
 from llmrt.model_config import ModelConfig
+from llmrt.worker.attention.choice import attention_of_layer
 from llmrt.worker.attention.metadata import AttentionMetadata
 from llmrt.worker.attention.protocol import Attention
-from llmrt.worker.attention.torch_attention import TorchAttention
 from llmrt.worker.device import Placement
 from llmrt.worker.layers.attention_projections import OutputProjection, QKVProjection
 from llmrt.worker.layers.linear import Linear
 from llmrt.worker.layers.mlp import GatedMLP
 from llmrt.worker.layers.norm import RMSNorm
-from llmrt.worker.layers.rotary import RotaryEmbedding, rotate_
+from llmrt.worker.layers.rotary import RotaryEmbedding
 from llmrt.worker.layers.vocabulary import LMHead, VocabEmbedding
 from llmrt.worker.tensor_parallel import TPGroup
 from llmrt.worker.weights.reader import WeightReader
 
 
 class SelfAttention(nn.Module):
-    """Projections, rotation and attention of this rank's heads."""
+    """Projections and attention of this rank's heads."""
 
     def __init__(
         self, model: ModelConfig, layer: int, group: TPGroup, placement: Placement
@@ -41,7 +41,9 @@ class SelfAttention(nn.Module):
             self.q_norm = RMSNorm(model.head_dim, model.rms_norm_eps, placement)
             self.k_norm = RMSNorm(model.head_dim, model.rms_norm_eps, placement)
         window = model.windows[layer] if model.windows else None
-        self._attend: Attention = TorchAttention(heads, layer, window, placement)
+        self._attend: Attention = attention_of_layer(
+            heads, model.head_dim, layer, window, placement
+        )
 
     def load(self, reader: WeightReader, prefix: str) -> None:
         """Read this rank's part of `prefix.*`."""
@@ -60,14 +62,12 @@ class SelfAttention(nn.Module):
     ) -> Tensor:
         """Return y_RD, the same on every rank."""
         qkv_THD = self.qkv_proj(x_TD)
-        num_rotated = self._num_heads + self._num_kv_heads
         if self.q_norm is not None and self.k_norm is not None:
             q_TQD = qkv_THD[:, : self._num_heads]
-            k_TKD = qkv_THD[:, self._num_heads : num_rotated]
+            k_TKD = qkv_THD[:, self._num_heads :][:, : self._num_kv_heads]
             q_TQD.copy_(self.q_norm(q_TQD))
             k_TKD.copy_(self.k_norm(k_TKD))
-        rotate_(qkv_THD[:, :num_rotated], *angles)
-        o_TH = self._attend(qkv_THD, attention).flatten(1)
+        o_TH = self._attend(qkv_THD, angles, attention).flatten(1)
         return self.o_proj(o_TH if rows_R is None else o_TH[rows_R])
 
 
@@ -93,23 +93,26 @@ class DecoderLayer(nn.Module):
     def forward(
         self,
         x_TD: Tensor,
+        y_TD: Tensor | None,
         angles: tuple[Tensor, Tensor],
         attention: AttentionMetadata,
         rows_R: Tensor | None = None,
-    ) -> Tensor:
-        """Return the residual stream after this layer; it takes the place of *x_TD*.
+    ) -> tuple[Tensor, Tensor]:
+        """Return the residual stream in the midst of this layer, and what its MLP adds to it.
+
+        The sum is left to whoever normalises it next: that takes one pass instead of two.
 
         Args:
-            x_TD: the residual stream before it.
+            x_TD: the residual stream in the midst of the layer before; it is changed.
+            y_TD: what that layer's MLP adds to it; None before the first layer.
             angles: cos and sin by token.
             attention: the step.
             rows_R: the tokens that go on; the others only leave their keys and values. None: all.
         """
-        y_RD = self.self_attn(self.input_layernorm(x_TD), angles, attention, rows_R)
+        normalized_TD = self.input_layernorm.add_and_normalize(x_TD, y_TD)
+        y_RD = self.self_attn(normalized_TD, angles, attention, rows_R)
         x_RD = x_TD if rows_R is None else x_TD[rows_R]
-        x_RD += y_RD
-        x_RD += self.mlp(self.post_attention_layernorm(x_RD))
-        return x_RD
+        return x_RD, self.mlp(self.post_attention_layernorm.add_and_normalize(x_RD, y_RD))
 
 
 class Decoder(nn.Module):
@@ -161,10 +164,12 @@ class Decoder(nn.Module):
         angles = self.rotary(positions_T, attention.lengths_T)
         # The stream is a sum over all layers: in bfloat16 it would lose a little in each.
         x_TD = self.embed_tokens(input_ids_T).float()
+        y_TD = None
         *layers, last = self.layers
         for layer in layers:
-            x_TD = layer(x_TD, angles, attention)
-        return last(x_TD, angles, attention, rows_R)
+            x_TD, y_TD = layer(x_TD, y_TD, angles, attention)
+        x_RD, y_RD = last(x_TD, y_TD, angles, attention, rows_R)
+        return x_RD.add_(y_RD)
 
     def logits(self, x_RD: Tensor) -> Tensor | None:
         """Return logits_RV of these rows on rank 0, None elsewhere. Every rank must call it."""

@@ -54,7 +54,7 @@ class RecordingReader:
     def read_codes(
         self, name: str, rows: slice | None = None, columns: slice | None = None
     ) -> GroupedCodes | None:
-        """Return a matrix, or a part of it, as its 4-bit codes, where it is stored so."""
+        """Return a matrix, or a part of it, as its codes, where it is stored so."""
         codes = self._reader.read_codes(name, rows=rows, columns=columns)
         if codes is not None:
             shape = self._reader.shape(name)

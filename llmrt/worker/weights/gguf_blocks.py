@@ -26,7 +26,7 @@ class BlockFormat:
     decode: Callable[[torch.Tensor], torch.Tensor]
     """uint8 of shape (..., num_bytes) to values of shape (..., num_values)."""
     group: Callable[[torch.Tensor], GroupedCodes] | None = None
-    """uint8 of shape (rows, blocks, num_bytes) to 4-bit codes; None for other formats."""
+    """uint8 of shape (rows, blocks, num_bytes) to codes; None for formats that have none."""
 
 
 def _stored_as(dtype: torch.dtype) -> BlockFormat:
@@ -58,6 +58,16 @@ def _codes(packed_NB: torch.Tensor) -> torch.Tensor:
     return torch.cat((packed_NB & 15, packed_NB >> 4), dim=-1)
 
 
+def _group_q8_0(blocks_RGB: torch.Tensor) -> GroupedCodes:
+    scale_RG = blocks_RGB[..., 0:2].view(torch.float16)[..., 0].float()
+    return GroupedCodes(
+        codes_OI=blocks_RGB[..., 2:].view(torch.int8).flatten(1),
+        scale_OG=scale_RG,
+        offset_OG=torch.zeros_like(scale_RG),
+        num_bits=8,
+    )
+
+
 def _group_q4_0(blocks_RGB: torch.Tensor) -> GroupedCodes:
     scale_RG = blocks_RGB[..., 0:2].view(torch.float16)[..., 0].float()
     codes_RC = _codes(blocks_RGB[..., 2:]).flatten(1)
@@ -76,7 +86,7 @@ BLOCK_FORMATS: Mapping[str, BlockFormat] = MappingProxyType(
         "F32": _stored_as(torch.float32),
         "F16": _stored_as(torch.float16),
         "BF16": _stored_as(torch.bfloat16),
-        "Q8_0": BlockFormat(32, 34, _decode_q8_0),
+        "Q8_0": BlockFormat(32, 34, _decode_q8_0, _group_q8_0),
         "Q4_0": BlockFormat(32, 18, _decode_q4_0, _group_q4_0),
         "Q4_1": BlockFormat(32, 20, _decode_q4_1, _group_q4_1),
     }

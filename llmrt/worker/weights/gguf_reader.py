@@ -128,7 +128,7 @@ class GgufReader:
     def read_codes(
         self, name: str, rows: slice | None = None, columns: slice | None = None
     ) -> GroupedCodes | None:
-        """Return these rows and columns as the codes in the file, where it has 4-bit ones."""
+        """Return these rows and columns as the codes in the file, where it has some."""
         self._record.require(name)
         tensor = self._tensors[name]
         group = tensor.format.group

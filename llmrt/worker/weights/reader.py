@@ -40,7 +40,7 @@ class WeightReader(Protocol):
     def read_codes(
         self, name: str, rows: slice | None = None, columns: slice | None = None
     ) -> GroupedCodes | None:
-        """Return these rows (and columns) of a matrix as its 4-bit codes.
+        """Return these rows (and columns) of a matrix as its codes.
 
         None where it is stored otherwise, or the columns cut a group in two: `read` it then.
 

@@ -65,7 +65,7 @@ class SafetensorsReader:
     def read_codes(
         self, name: str, rows: slice | None = None, columns: slice | None = None
     ) -> None:
-        """Return None: no tensor is stored as 4-bit codes."""
+        """Return None: no tensor is stored as codes."""
 
     def ignore(self, name: str) -> None:
         """Leave a tensor out of `check_all_read`."""
