@@ -12,6 +12,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, cast
 
+from llmrt.c_compiler import compiler_command
 from llmrt.errors import ConfigError
 from llmrt.runtime.cores import (
     available_cores,
@@ -31,6 +32,8 @@ from llmrt.version import __version__
 
 _REQUIRED = ("torch", "tokenizers", "safetensors", "gguf", "huggingface-hub", "cloudpickle")
 _OPTIONAL = ("ray",)
+_BUSY_CORES = 0.7
+"""From so many busy cores on other programs get in the way; one busy process is a load of 1."""
 
 
 def report(*, cache_folder: Path | None = None) -> dict[str, object]:
@@ -50,7 +53,9 @@ def report(*, cache_folder: Path | None = None) -> dict[str, object]:
             "threads_per_rank_at_tp_1": threads_per_rank(1),
             "available_memory_bytes": _or_error(available_memory_bytes),
             "cgroup_version": cgroup_version(),
+            "c_compiler": compiler_command(),
         },
+        "advice": layout_advice(available_cores(), os.getloadavg()[0]),
         "process": _process(environment),
         "start_method": _start_method(environment),
         "cache_folder": None if cache_folder is None else str(cache_folder),
@@ -65,6 +70,25 @@ def as_text(report: Mapping[str, object]) -> str:
     lines = [*_lines(rest, ""), "", f"start method  {verdict}"]
     lines += [f"warning       {chosen['warning']}"] if chosen["warning"] else []
     return "\n".join([*lines, *(_row_line(row) for row in chosen["rows"])])
+
+
+def layout_advice(num_cores: int, load: float) -> str:
+    """Return which ranks and threads are fastest on this machine's cores; `tp` splits a model.
+
+    The rule is what `docs/performance.md` has measured on two cores, under "Threads and ranks".
+
+    Args:
+        num_cores: how many this process may use.
+        load: how many cores other programs keep busy.
+    """
+    if num_cores == 1:
+        return "tp=1: there is one core"
+    if load < _BUSY_CORES:
+        return f"tp=1, num_threads={num_cores} (the default): threads of one rank are fastest here"
+    return (
+        f"tp={num_cores}, num_threads=1: other programs keep {load:.1f} of {num_cores} cores busy, "
+        "and threads of one rank would wait for one another at every step"
+    )
 
 
 def _python() -> dict[str, object]:

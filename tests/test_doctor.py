@@ -79,6 +79,31 @@ def test_a_frozen_program_is_reported_and_does_not_end_the_report(
     assert "frozen" in doctor.as_text(made)
 
 
+@pytest.mark.parametrize(
+    ("num_cores", "load", "advice"),
+    [
+        (1, 3.0, "tp=1: "),
+        (2, 0.1, "tp=1, num_threads=2 (the default): "),
+        (2, 1.0, "tp=2, num_threads=1: other programs keep 1.0 of 2 cores busy"),
+        (16, 0.6, "tp=1, num_threads=16 (the default): "),
+    ],
+)
+def test_the_advice_does_not_fit_the_machine(num_cores: int, load: float, advice: str) -> None:
+    assert doctor.layout_advice(num_cores, load).startswith(advice)
+
+
+@pytest.mark.parametrize("compiler", [sys.executable, "no-such-compiler"])
+def test_a_compiler_that_is_not_there_is_shown(
+    compiler: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CC", compiler)
+    made = report()
+    is_there = compiler == sys.executable
+    assert made["machine"]["c_compiler"] == ([compiler] if is_there else None)
+    lines = [line for line in doctor.as_text(made).splitlines() if "c compiler" in line]
+    assert [line.split()[-1] for line in lines] == [compiler if is_there else "-"]
+
+
 def test_the_text_shows_the_choice_and_marks_the_row_that_made_it(auto: None) -> None:
     lines = doctor.as_text(report()).splitlines()
     assert f"llmrt         {__version__}" in lines
