@@ -68,6 +68,7 @@ def test_a_library_is_compiled_twice(folder: Path, compiler: Path) -> None:
     assert entry.stat().st_size > 10_000
 
 
+@pytest.mark.slow
 def test_ranks_that_start_together_compile_one_by_one(folder: Path, compiler: Path) -> None:
     def load(_: int) -> str:
         return subprocess.run(
@@ -81,6 +82,7 @@ def test_ranks_that_start_together_compile_one_by_one(folder: Path, compiler: Pa
     assert len(list(folder.glob("*.so"))) == 1
 
 
+@pytest.mark.slow
 def test_a_processor_of_another_kind_gets_the_same_library(
     folder: Path, compiler: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -108,6 +110,7 @@ def test_a_compiler_that_fails_leaves_something(
     assert [p for p in folder.iterdir() if p.name.endswith(".partial")] == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [0, 64, 4096, -100])
 def test_a_library_of_which_a_part_is_missing_is_loaded(
     size: int, folder: Path, compiler: Path
@@ -153,6 +156,7 @@ def test_a_user_without_a_home_has_no_engine(monkeypatch: pytest.MonkeyPatch) ->
         load_kernels(lambda phase: None)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("default", [torch.bfloat16, torch.float64])
 def test_another_default_dtype_spoils_the_kernels(default: torch.dtype, compiler: Path) -> None:
     torch.set_default_dtype(default)
@@ -193,6 +197,7 @@ def test_a_cache_folder_that_cannot_be_written_stops_the_engine(
         load_kernels(lambda phase: None)
 
 
+@pytest.mark.slow
 def test_a_library_that_computes_something_else_is_used(
     compiler: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -239,6 +244,7 @@ def test_which_workers_have_kernels(
         worker.stop(Stop())
 
 
+@pytest.mark.slow
 def test_the_library_brings_threads_of_its_own(compiler: Path) -> None:
     program = f"""
 import torch
