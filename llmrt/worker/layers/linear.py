@@ -95,12 +95,13 @@ class Linear(nn.Module):
 
     def _keeps(self, codes: Sequence[GroupedCodes]) -> bool:
         """Return whether these can be multiplied as they are, and nobody asked for others."""
-        kinds = {f"int{piece.num_bits}" for piece in codes}
-        if not fits_kernels(*self._shape) or kinds != {self._quantization or min(kinds)}:
+        kind, *others = {f"int{piece.num_bits}" for piece in codes}
+        is_wanted = self._quantization in (None, kind) and not others
+        if not is_wanted or not fits_kernels(*self._shape):
             return False
         if self._placement.kernels is not None:
             return True
-        return kinds == {"int4"} and can_multiply_int4(self._placement)
+        return kind == "int4" and can_multiply_int4(self._placement)
 
     def _of_codes(self, codes: GroupedCodes) -> Matrix:
         if self._placement.kernels is not None:

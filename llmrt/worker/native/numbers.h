@@ -4,7 +4,6 @@
 #ifndef LLMRT_NUMBERS_H
 #define LLMRT_NUMBERS_H
 
-#include <float.h>
 #include <math.h>
 #include <stdint.h>
 #include <string.h>
