@@ -4,7 +4,8 @@
     owner ◄── Phase, RankStarted, RankExited, Output, OutputForwarded, RankState, Stacks,
               LaunchFailed ── guard
 
-GuardExited is what the owner's side of the launcher adds when the guard itself is gone.
+GuardExited is what the owner's side of the launcher adds when the guard itself is gone, RankDoomed
+what is added by whoever stands above a guard.
 """
 
 from __future__ import annotations
@@ -124,6 +125,15 @@ class Connected:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class RankDoomed:
+    """What held a rank's process is gone: it ends, and perhaps nobody is left to say so."""
+
+    rank: int
+    cause: str
+    """Why, as a sentence."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class RankExited:
     """A rank's process has ended and was reaped."""
 
@@ -194,6 +204,7 @@ Event = (
     Phase
     | RankStarted
     | Connected
+    | RankDoomed
     | RankExited
     | Output
     | OutputForwarded

@@ -60,6 +60,8 @@ class RankView:
     proved_threads: bool = False
     last_command: str = ""
     stopped: Stopped | None = None
+    doom: str = ""
+    """Why it is about to end or has ended, where somebody above its guard knows."""
     exited: RankExited | None = None
     closed_at: float | None = None
     """When its channel came to its end, while nobody said that it ended."""

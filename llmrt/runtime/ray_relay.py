@@ -10,7 +10,7 @@ import time
 from collections.abc import Generator
 
 from llmrt.runtime.channel import Call, Channel, Note, encode
-from llmrt.runtime.events import Event, GuardExited, RankExited, RankStarted, Shutdown
+from llmrt.runtime.events import Event, GuardExited, RankDoomed, Shutdown
 from llmrt.runtime.launchers.mp import GuardHandle
 
 _MAX_UNSENT_BYTES = 1 << 20
@@ -24,7 +24,6 @@ class Relay:
     def __init__(self, control: socket.socket, raylet_pid: int | None) -> None:
         self._control = Channel(control)
         self._raylet_pid = raylet_pid
-        self._rank_pid = 0
         self._is_over = False
         self._has_lost_ray = False
 
@@ -64,6 +63,9 @@ class Relay:
 
     def _lose_ray(self) -> None:
         self._has_lost_ray = True
+        # Said before anything is ended: Ray's own code may end this process at any moment.
+        cause = "The raylet of its node has ended, and Ray's workers end with it."
+        self.say(RankDoomed(rank=0, cause=cause))
 
     def _turn(self, selector: selectors.EpollSelector, handle: GuardHandle) -> None:
         num_unsent = self._control.num_unsent_bytes
@@ -87,17 +89,7 @@ class Relay:
 
     def _pass_on(self, handle: GuardHandle) -> None:
         for event in handle.events():
-            match event:
-                case RankStarted(pid=pid):
-                    self._rank_pid = pid
-                case RankExited():
-                    self._rank_pid = 0
-                case GuardExited():
-                    self._is_over = True
-                    if self._has_lost_ray and self._rank_pid:
-                        self.say(_lost_with_ray(self._rank_pid))
-                case _:
-                    pass
+            self._is_over = self._is_over or isinstance(event, GuardExited)
             self.say(event)
 
     def _end(self, handle: GuardHandle) -> None:
@@ -118,8 +110,3 @@ class Relay:
             while self._control.num_unsent_bytes and (left := deadline - time.monotonic()) > 0:
                 selector.select(left)
                 self._control.flush()
-
-
-def _lost_with_ray(pid: int) -> RankExited:
-    cause = "The raylet of its node has ended, and Ray's workers end with it."
-    return RankExited(rank=0, pid=pid, exit_code=None, cause=cause)

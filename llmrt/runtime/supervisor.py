@@ -41,6 +41,7 @@ from llmrt.runtime.events import (
     Output,
     OutputForwarded,
     Phase,
+    RankDoomed,
     RankExited,
     RankStarted,
     RankState,
@@ -280,6 +281,8 @@ class Supervisor:
                 self.ranks[rank].host = host
                 self.ranks[rank].phase = "starting"
                 self._on_phase(rank, "started", f"process {pid}")
+            case RankDoomed(rank=rank, cause=cause):
+                self.ranks[rank].doom = cause
             case RankExited():
                 self._on_rank_exited(event)
             case Output(rank=rank, stream=stream, text=text, num_dropped_lines=num_dropped):
@@ -331,4 +334,5 @@ class Supervisor:
             if view.closed_at is None or time.monotonic() - view.closed_at < _STATUS_GRACE:
                 continue
             view.closed_at = None
-            self.deaths.append(RankExited(rank=view.rank, pid=view.pid, exit_code=None))
+            death = RankExited(rank=view.rank, pid=view.pid, exit_code=None, cause=view.doom)
+            self.deaths.append(death)

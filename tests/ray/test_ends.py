@@ -44,8 +44,19 @@ def test_workers_of_a_killed_driver_are_gone_and_its_group_too(
     # That nothing of it is left in the cluster is checked after every test.
 
 
-def test_the_end_of_the_cluster_is_the_end_of_the_engine_in_time(make_driver: MakeDriver) -> None:
-    def scenario() -> tuple[Any, ...]:
+@pytest.mark.parametrize(
+    ("takes_actors_along", "causes"),
+    [
+        (False, ("raylet", "Ray says", "Ray does not say why")),
+        (True, ("Ray does not say why",)),
+    ],
+    ids=["cluster", "cluster-and-actors"],
+)
+def test_the_end_of_the_cluster_is_the_end_of_the_engine_in_time(
+    make_driver: MakeDriver, takes_actors_along: bool, causes: tuple[str, ...]
+) -> None:
+    def scenario(takes_actors_along: bool) -> tuple[Any, ...]:
+        import os
         import time
 
         from ray._private import worker as ray_worker
@@ -56,21 +67,26 @@ def test_the_end_of_the_cluster_is_the_end_of_the_engine_in_time(make_driver: Ma
         group = scenarios.new_ray_group(2)
         group.start()
         pids = [worker.pid for worker in group.workers]
+        actors = [scenarios.actor_pid_of(pid) for pid in pids] if takes_actors_along else []
         call = group.submit(Misbehave(fault="hang"))
-        started_at = time.monotonic()
+        for pid in actors:  # so that nobody can say anything
+            os.kill(pid, signal.SIGSTOP)
         ray_worker._global_node.kill_all_processes(check_alive=False, allow_graceful=False)
+        for pid in actors:
+            os.kill(pid, signal.SIGKILL)
+        killed_at = time.monotonic()
         try:
             group.wait(call, 30)
         except WorkerDiedError as error:
-            died_after, message = time.monotonic() - started_at, str(error)
+            died_after, message = time.monotonic() - killed_at, str(error)
         group.close()
-        return died_after, time.monotonic() - started_at, pids, message
+        return died_after, time.monotonic() - killed_at, pids, message
 
     driver = make_driver()
     driver.init(num_cpus=2)
-    died_after, closed_after, pids, message = driver.run(scenario)
-    assert died_after < 10
-    assert "raylet" in message or "Ray says" in message
+    died_after, closed_after, pids, message = driver.run(scenario, takes_actors_along)
+    assert died_after < 1
+    assert any(cause in message for cause in causes), message
     assert closed_after < 45
     assert wait_until_gone(pids, 10) < 5
     driver.process.send_signal(signal.SIGKILL)  # Ray would wait for its cluster

@@ -31,6 +31,7 @@ from llmrt.runtime.events import (
     Output,
     OutputForwarded,
     Phase,
+    RankDoomed,
     RankExited,
     RankStarted,
     RankState,
@@ -47,6 +48,7 @@ from llmrt.runtime.ray_inbox import ActorLost, ActorPlaced, Inbox, News
 from llmrt.runtime.start_method import StartMethod
 
 _RELEASE_SECONDS = 15.0
+_UNEXPLAINED = "Its actor is gone; Ray does not say why: look at `ray status` and its node's logs."
 _METHOD = StartMethod(name="spawn", reason="Ray starts a process for every rank on its node.")
 
 
@@ -221,8 +223,16 @@ class RayHandle:
             self._selector.unregister(link.control)
             link.control.close()
             link.is_over = True
-            if link.cause and link.pid != 0:
-                self._mourn(link)
+            self._on_silence(link)
+
+    def _on_silence(self, link: _Link) -> None:
+        """Say that a rank is gone with its actor; where Ray may still say why, leave it time to."""
+        if link.pid == 0:
+            return
+        if link.cause:
+            self._mourn(link)
+        else:
+            self._events.append(RankDoomed(rank=link.rank, cause=_UNEXPLAINED))
 
     def _pass_on(self, link: _Link, event: Event) -> None:
         """Turn what a guard says of its only rank into what is so in the group."""
@@ -230,9 +240,12 @@ class RayHandle:
             case RankStarted(pid=pid):
                 link.pid = pid
                 self._events.append(replace(event, rank=link.rank, host=link.address))
+            case RankDoomed(cause=cause):
+                link.cause = cause
+                self._events.append(replace(event, rank=link.rank))
             case RankExited():
                 link.pid = 0
-                self._events.append(replace(event, rank=link.rank))
+                self._events.append(replace(event, rank=link.rank, cause=link.cause))
             case GuardExited():
                 self._on_guard_exited(link, event)
             case Phase() | Output() | OutputForwarded() | Stacks() | RankState():
@@ -245,7 +258,7 @@ class RayHandle:
             return
         code = event.exit_code
         how = "ended" if code is None else f"ended with code {code}"
-        link.cause = f"The guard process {event.pid} above it {how}."
+        link.cause = link.cause or f"The guard process {event.pid} above it {how}."
         self._mourn(link, tail=event.output_tail)
 
     # ---- commands ----
@@ -276,7 +289,7 @@ class RayHandle:
     def _send(self, link: _Link, command: ControlCommand) -> None:
         if link.control is None or link.is_over:
             if link.pid != 0:  # it cannot be told anything, so it has ended with its actor
-                link.cause = link.cause or "Its actor is gone; Ray does not say why."
+                link.cause = link.cause or _UNEXPLAINED
                 self._mourn(link)
                 self._inbox.ring()
             return
