@@ -44,19 +44,8 @@ def test_workers_of_a_killed_driver_are_gone_and_its_group_too(
     # That nothing of it is left in the cluster is checked after every test.
 
 
-@pytest.mark.parametrize(
-    ("takes_actors_along", "causes"),
-    [
-        (False, ("raylet", "Ray says", "Ray does not say why")),
-        (True, ("Ray does not say why",)),
-    ],
-    ids=["cluster", "cluster-and-actors"],
-)
-def test_the_end_of_the_cluster_is_the_end_of_the_engine_in_time(
-    make_driver: MakeDriver, takes_actors_along: bool, causes: tuple[str, ...]
-) -> None:
-    def scenario(takes_actors_along: bool) -> tuple[Any, ...]:
-        import os
+def test_the_end_of_the_cluster_is_the_end_of_the_engine_in_time(make_driver: MakeDriver) -> None:
+    def scenario() -> tuple[Any, ...]:
         import time
 
         from ray._private import worker as ray_worker
@@ -67,29 +56,59 @@ def test_the_end_of_the_cluster_is_the_end_of_the_engine_in_time(
         group = scenarios.new_ray_group(2)
         group.start()
         pids = [worker.pid for worker in group.workers]
-        actors = [scenarios.actor_pid_of(pid) for pid in pids] if takes_actors_along else []
         call = group.submit(Misbehave(fault="hang"))
-        for pid in actors:  # so that nobody can say anything
-            os.kill(pid, signal.SIGSTOP)
+        started_at = time.monotonic()
         ray_worker._global_node.kill_all_processes(check_alive=False, allow_graceful=False)
-        for pid in actors:
-            os.kill(pid, signal.SIGKILL)
-        killed_at = time.monotonic()
         try:
             group.wait(call, 30)
         except WorkerDiedError as error:
-            died_after, message = time.monotonic() - killed_at, str(error)
+            died_after, message = time.monotonic() - started_at, str(error)
         group.close()
-        return died_after, time.monotonic() - killed_at, pids, message
+        return died_after, time.monotonic() - started_at, pids, message
 
     driver = make_driver()
     driver.init(num_cpus=2)
-    died_after, closed_after, pids, message = driver.run(scenario, takes_actors_along)
-    assert died_after < 1
-    assert any(cause in message for cause in causes), message
+    died_after, closed_after, pids, message = driver.run(scenario)
+    assert died_after < 10
+    # Ray's own code may end an actor before that has said anything.
+    assert "raylet" in message or "Ray says" in message or "Ray does not say why" in message
     assert closed_after < 45
     assert wait_until_gone(pids, 10) < 5
     driver.process.send_signal(signal.SIGKILL)  # Ray would wait for its cluster
+
+
+def test_a_killed_actor_of_which_ray_says_nothing_is_a_dead_worker_all_the_same(
+    make_driver: MakeDriver,
+) -> None:
+    def scenario() -> tuple[float, str]:
+        import os
+        import time
+
+        from ray._private import worker as ray_worker
+
+        from llmrt.errors import WorkerDiedError
+        from tests.support.fake_workers import Misbehave
+
+        (gcs,) = ray_worker._global_node.all_processes["gcs_server"]
+        with scenarios.ray_group(2) as group:
+            call = group.submit(Misbehave(fault="hang"))
+            gcs.process.send_signal(signal.SIGSTOP)  # all of Ray's news of actors comes from there
+            try:
+                os.kill(scenarios.actor_pid_of(group.workers[1].pid), signal.SIGKILL)
+                started_at = time.monotonic()
+                group.wait(call, 20)
+            except WorkerDiedError as error:
+                return time.monotonic() - started_at, str(error)
+            finally:
+                gcs.process.send_signal(signal.SIGCONT)
+        raise AssertionError("nobody died")
+
+    driver = make_driver()
+    driver.init(num_cpus=2)
+    seconds, message = driver.run(scenario)
+    assert seconds < 1.0
+    assert "Worker 1" in message
+    assert "Ray does not say why" in message
 
 
 def test_a_ray_that_nobody_started_is_started_counted_and_shut_down(
