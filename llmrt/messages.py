@@ -21,14 +21,24 @@ Plain data only: ints, floats, strings, bytes, tuples and dataclasses of them. N
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from itertools import repeat
+from functools import partial
 from typing import Any, NamedTuple, TypeVar, cast
 
 from llmrt.errors import RankFailure
 from llmrt.sampling import SamplingParams
 
 Row = TypeVar("Row", bound=tuple[Any, ...])
+
+
+def row_maker(row_type: type[Row]) -> Callable[[tuple[Any, ...]], Row]:
+    """Return what makes a named tuple of the tuple of all its fields.
+
+    Its own constructor is a Python function, which takes twice as long.
+    """
+    return partial(cast("Any", tuple).__new__, row_type)
+
 
 # ---- commands and their replies ----
 
@@ -213,6 +223,9 @@ class ScheduledSequence(NamedTuple):
     """Whether its last token is among them, so that the step samples the next."""
 
 
+new_scheduled = row_maker(ScheduledSequence)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Batch:
     """One step: what every worker is told. Tokens and block tables stay in the workers."""
@@ -290,9 +303,7 @@ def _columns(rows: tuple[tuple[object, ...], ...]) -> tuple[tuple[object, ...], 
 
 
 def _rows(row_type: type[Row], columns: tuple[tuple[Any, ...], ...]) -> tuple[Row, ...]:
-    # A named tuple's own constructor is a Python function, which takes twice as long.
-    new_row = cast("Any", tuple).__new__
-    return tuple(map(new_row, repeat(row_type), zip(*columns, strict=True)))
+    return tuple(map(row_maker(row_type), zip(*columns, strict=True)))
 
 
 def _batch_of_columns(

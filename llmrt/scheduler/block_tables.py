@@ -65,6 +65,7 @@ class BlockTables:
         self._blocks.share(prefix)
         num_new = self._num_blocks_for(sequence.num_tokens) - len(prefix)
         sequence.block_ids = prefix + self._blocks.allocate(num_new)
+        sequence.num_slots = len(sequence.block_ids) * self._block_size
         sequence.num_computed_tokens = len(prefix) * self._block_size
         sequence.num_registered_blocks = len(prefix)
         sequence.registers_blocks = self._caches_prefixes
@@ -72,14 +73,11 @@ class BlockTables:
             num_full = sequence.num_tokens // self._block_size
             self._promises.promise(sequence, self._hashes(sequence, num_full)[len(prefix) :])
 
-    def is_full(self, sequence: Sequence) -> bool:
-        """Whether the next token of *sequence* needs a new block."""
-        return sequence.num_computed_tokens == len(sequence.block_ids) * self._block_size
-
     def grow(self, sequence: Sequence) -> int:
         """Append a new block to the table; there must be a free one."""
         (block_id,) = self._blocks.allocate(1)
         sequence.block_ids.append(block_id)
+        sequence.num_slots += self._block_size
         return block_id
 
     def register(self, sequence: Sequence, num_computed_tokens: int) -> None:
@@ -104,6 +102,7 @@ class BlockTables:
         """Take the blocks of *sequence* back; no step in flight may still run it."""
         self._blocks.release(sequence.block_ids)
         sequence.block_ids = []
+        sequence.num_slots = 0
         sequence.block_hashes = []
         sequence.num_computed_tokens = 0
         sequence.num_registered_blocks = 0

@@ -59,11 +59,14 @@ class Request:
     end_token_ids: frozenset[int] = field(init=False)
     """EOS ids that count: none with ignore_eos."""
     stop_token_ids: frozenset[int] = field(init=False)
+    all_end_ids: frozenset[int] = field(init=False)
+    """Both of these."""
 
     def __post_init__(self) -> None:
         _require_whole_number(self.request_id, self.priority)
         self.end_token_ids = frozenset(() if self.params.ignore_eos else self.eos_token_ids)
         self.stop_token_ids = frozenset(self.params.stop_token_ids or ())
+        self.all_end_ids = self.end_token_ids | self.stop_token_ids
         self.num_unfinished = self.params.n
 
     @property
@@ -107,12 +110,14 @@ class Sequence:
 
     block_ids: list[int] = field(default_factory=list[int])
     """Its block table. Outlives `RUNNING` while a step in flight can still touch the blocks."""
+    num_slots: int = 0
+    """How many tokens those blocks hold."""
     num_computed_tokens: int = 0
     """Tokens in the KV cache once every step in flight has run."""
-    num_pending_tokens: int = 0
-    """Tokens that steps in flight sample: in the workers, but not known here yet."""
-    num_steps_in_flight: int = 0
-    """How many of the steps in flight run it."""
+    num_tokens_in_workers: int = field(init=False)
+    """Its tokens, with those that steps in flight sample, which are not known here yet."""
+    last_step: int = -1
+    """The number of the last step that runs it, in flight or done; -1 for none."""
     block_hashes: list[bytes] = field(default_factory=list[bytes])
     """Chained hashes of its first full blocks; computed when they are needed."""
     num_registered_blocks: int = 0
@@ -122,6 +127,7 @@ class Sequence:
 
     def __post_init__(self) -> None:
         self.num_prompt_tokens = self.request.num_prompt_tokens
+        self.num_tokens_in_workers = self.num_prompt_tokens
         self.max_run_tokens = self.num_prompt_tokens + max(0, self.max_output_tokens - 1)
         self.rank = (1, self.request.priority, self.seq_id)
         self.needs_prompt_logprobs = (
@@ -141,8 +147,7 @@ class Sequence:
     @property
     def num_tokens_to_run(self) -> int:
         """Return how many tokens are in the workers and still have to run."""
-        in_workers = self.num_prompt_tokens + len(self.output_token_ids) + self.num_pending_tokens
-        most = self.max_run_tokens
+        in_workers, most = self.num_tokens_in_workers, self.max_run_tokens
         return (in_workers if in_workers < most else most) - self.num_computed_tokens
 
     @property

@@ -42,6 +42,9 @@ class Roster:
         self.tables = BlockTables(config, self.promises)
         self.running: list[Sequence] = []
         """In order of rank. `drop_finished` takes the finished ones out."""
+        self.num_steps_run = 0
+        """How many steps have run; those after them that were scheduled are in flight."""
+        self._has_finished = False
 
     @property
     def num_waiting(self) -> int:
@@ -114,6 +117,7 @@ class Roster:
         self.waiting.discard(sequence)
         self.promises.discard(sequence)
         if was_running:
+            self._has_finished = True
             self._retire(sequence)
         if sequence.seq_id not in self._retiring:
             del self.sequences[sequence.seq_id]
@@ -121,11 +125,13 @@ class Roster:
 
     def drop_finished(self) -> None:
         """Take finished sequences out of the running."""
-        self.running = [s for s in self.running if not s.is_finished]
+        if self._has_finished:
+            self.running = [s for s in self.running if not s.is_finished]
+            self._has_finished = False
 
     def release_retired(self) -> None:
         """Take the blocks of those retiring sequences back that no step in flight runs any more."""
-        for sequence in [s for s in self._retiring.values() if not s.num_steps_in_flight]:
+        for sequence in [s for s in self._retiring.values() if not self._is_in_flight(s)]:
             del self._retiring[sequence.seq_id]
             self.tables.release(sequence)
             if sequence.is_finished:
@@ -170,10 +176,13 @@ class Roster:
         """Let the workers forget a sequence; its blocks come back when no step runs it."""
         self._to_forget.append(sequence.seq_id)
         self.tables.break_promises(sequence)
-        if sequence.num_steps_in_flight:
+        if self._is_in_flight(sequence):
             self._retiring[sequence.seq_id] = sequence
         else:
             self.tables.release(sequence)
+
+    def _is_in_flight(self, sequence: Sequence) -> bool:
+        return sequence.last_step >= self.num_steps_run
 
     def _count_finished(self, request: Request) -> None:
         request.num_unfinished -= 1
@@ -181,11 +190,13 @@ class Roster:
             del self.requests[request.request_id]
 
     def _check_sequence(self, sequence: Sequence, num_steps_in_flight: int) -> None:
-        assert sequence.num_steps_in_flight == num_steps_in_flight
-        assert 0 <= sequence.num_pending_tokens <= num_steps_in_flight
+        assert self._is_in_flight(sequence) == (num_steps_in_flight > 0)
+        num_pending = sequence.num_tokens_in_workers - sequence.num_tokens
+        assert sequence.is_finished or 0 <= num_pending <= num_steps_in_flight
         assert len(sequence.output_token_ids) <= sequence.max_output_tokens
         is_running = sequence.status is SequenceStatus.RUNNING
         assert bool(sequence.block_ids) == (is_running or sequence.seq_id in self._retiring)
-        room = len(sequence.block_ids) * self._config.block_size
-        assert sequence.num_computed_tokens <= min(room, self._config.length_limit)
+        assert sequence.num_slots == len(sequence.block_ids) * self._config.block_size
+        room = min(sequence.num_slots, self._config.length_limit)
+        assert sequence.num_computed_tokens <= room
         assert not is_running or sequence.num_tokens_to_run >= 0

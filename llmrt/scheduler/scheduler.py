@@ -27,14 +27,14 @@ from llmrt.outputs import EngineStats
 from llmrt.scheduler.limits import SchedulerConfig, check_request
 from llmrt.scheduler.request import Request, Sequence, SequenceStatus
 from llmrt.scheduler.roster import Roster
-from llmrt.scheduler.step_plan import StepPlan
+from llmrt.scheduler.step_plan import Milestone, PlannedStep, StepPlan
 from llmrt.scheduler.stopping import ending
 from llmrt.scheduler.updates import (
     PromptLogprobsUpdate,
     SequenceFailed,
     SequenceFinished,
-    TokenUpdate,
     Update,
+    new_token_update,
 )
 
 _MAX_STEPS_IN_FLIGHT = 2
@@ -46,7 +46,7 @@ class Scheduler:
     def __init__(self, config: SchedulerConfig) -> None:
         self._config = config
         self._roster = Roster(config)
-        self._in_flight: deque[Batch] = deque()
+        self._in_flight: deque[PlannedStep] = deque()
         self._num_steps = 0
         self._num_preemptions = 0
         self._num_prompt_tokens = 0
@@ -98,7 +98,7 @@ class Scheduler:
         """Return the next step, or None where there is nothing to run until something changes."""
         assert len(self._in_flight) < _MAX_STEPS_IN_FLIGHT, "update() must catch up first"
         self._roster.drop_finished()
-        plan = StepPlan(num_tokens_left=self._config.max_num_batched_tokens)
+        plan = StepPlan(step=self._num_steps, num_tokens_left=self._config.max_num_batched_tokens)
         self._schedule_running(plan)
         while self._admit_next(plan):
             pass
@@ -106,17 +106,19 @@ class Scheduler:
         if plan.is_empty:
             assert self._in_flight or not self._roster.requests, "a sequence can never run"
             return None
-        batch = plan.batch(self._num_steps, self._roster.take_forgotten())
+        step = plan.finish(self._roster.take_forgotten())
         self._num_steps += 1
-        self._in_flight.append(batch)
-        return batch
+        self._in_flight.append(step)
+        return step.batch
 
     def update(self, result: BatchResult) -> list[Update]:
         """Take in what the oldest step in flight produced; return what is new of each sequence."""
-        batch = self._in_flight.popleft()
-        assert batch.step == result.step, f"result of step {result.step} for step {batch.step}"
+        planned = self._in_flight.popleft()
+        step = planned.batch.step
+        assert step == result.step, f"result of step {result.step} for step {step}"
+        self._roster.num_steps_run = step + 1
         updates: list[Update] = []
-        scored = self._count_as_run(batch)
+        scored = self._pass_milestones(planned.milestones)
         for logprobs in result.prompt_logprobs:
             self._pass_on_logprobs(logprobs, updates)
         for failure in result.failures:
@@ -163,10 +165,11 @@ class Scheduler:
 
     def check_invariants(self) -> None:
         """Assert that the books agree with each other."""
-        for batch in self._in_flight:
+        batches = [step.batch for step in self._in_flight]
+        for batch in batches:
             assert 0 < batch.num_tokens <= self._config.max_num_batched_tokens
             assert len(batch.scheduled) <= self._config.max_num_seqs
-        self._roster.check_invariants(self._in_flight)
+        self._roster.check_invariants(batches)
 
     # ---- scheduling ----
 
@@ -175,10 +178,7 @@ class Scheduler:
         running = self._roster.running
         tables = self._roster.tables
         head = self._roster.waiting.peek()
-        index = 0
-        while index < len(running):
-            sequence = running[index]
-            index += 1
+        for index, sequence in enumerate(running, start=1):  # its last may be preempted meanwhile
             num_tokens = num_to_run = sequence.num_tokens_to_run
             if num_to_run > 1:
                 if head is not None and head.rank < sequence.rank:
@@ -188,12 +188,12 @@ class Scheduler:
             if num_tokens <= 0:
                 continue
             new_block_ids: tuple[int, ...] = ()
-            if tables.is_full(sequence):
+            if sequence.num_computed_tokens == sequence.num_slots:
                 if not self._make_room(sequence):
                     continue
                 new_block_ids = (tables.grow(sequence),)
             plan.add(sequence, num_tokens, num_tokens == num_to_run, new_block_ids)
-            if num_tokens > 1:
+            if num_to_run > 1:
                 tables.register(sequence, sequence.num_computed_tokens)
 
     def _make_room(self, sequence: Sequence) -> bool:
@@ -259,22 +259,15 @@ class Scheduler:
             return None
         return sequence
 
-    def _count_as_run(self, batch: Batch) -> list[Sequence]:
-        """Note that a step has run, so that blocks filled with sampled tokens can be found.
+    def _pass_milestones(self, milestones: Sized[Milestone]) -> list[Sequence]:
+        """Let blocks that a step has filled with sampled tokens be found.
 
         Returns:
             The sequences that were only to be scored, and have been.
         """
-        block_size = self._config.block_size
-        sequences = self._roster.sequences
         scored: list[Sequence] = []
-        for item in batch.scheduled:
-            sequence = sequences[item.seq_id]
-            sequence.num_steps_in_flight -= 1
-            sequence.num_pending_tokens -= item.samples
-            num_run = item.start + item.num_tokens
-            if sequence.registers_blocks and num_run // block_size > sequence.num_registered_blocks:
-                self._roster.tables.register(sequence, num_run)
+        for sequence, num_run in milestones:
+            self._roster.tables.register(sequence, num_run)
             if sequence.needs_prompt_logprobs and num_run >= sequence.num_prompt_tokens:
                 sequence.needs_prompt_logprobs = False
                 if not sequence.max_output_tokens:
@@ -283,27 +276,33 @@ class Scheduler:
 
     def _append_tokens(self, tokens: Sized[SampledToken], updates: list[Update]) -> None:
         sequences, finished = self._roster.sequences, SequenceStatus.FINISHED
+        num_before = len(updates)
         for seq_id, token_id, logprob, top in tokens:
             sequence = sequences.get(seq_id)
             if sequence is None or sequence.status is finished:
                 continue
-            sequence.output_token_ids.append(token_id)
-            self._num_generated_tokens += 1
-            end = ending(sequence, token_id)
-            if end.finish_reason is not None:
-                self._roster.end(sequence, end.finish_reason, end.stop_reason)
+            output, request = sequence.output_token_ids, sequence.request
+            output.append(token_id)
+            finish_reason = stop_reason = None
+            if len(output) >= sequence.max_output_tokens or token_id in request.all_end_ids:
+                finish_reason, stop_reason = ending(sequence, token_id)
+                if finish_reason is not None:
+                    self._roster.end(sequence, finish_reason, stop_reason)
             updates.append(
-                TokenUpdate(
-                    sequence.request.request_id,
-                    sequence.index,
-                    seq_id,
-                    token_id,
-                    logprob,
-                    top,
-                    end.finish_reason,
-                    end.stop_reason,
+                new_token_update(
+                    (
+                        request.request_id,
+                        sequence.index,
+                        seq_id,
+                        token_id,
+                        logprob,
+                        top,
+                        finish_reason,
+                        stop_reason,
+                    )
                 )
             )
+        self._num_generated_tokens += len(updates) - num_before
 
     def _pass_on_logprobs(self, logprobs: PromptLogprobs, updates: list[Update]) -> None:
         """Report prompt log-probabilities, without those that were reported before a preemption."""

@@ -3,21 +3,35 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence as Sized
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
-from llmrt.messages import Batch, NewSequence, ScheduledSequence
+from llmrt.messages import Batch, NewSequence, ScheduledSequence, new_scheduled
 from llmrt.scheduler.request import Sequence
+
+
+class Milestone(NamedTuple):
+    """A sequence for which a step that has run may mean more than a token.
+
+    It fills the last block, or computes log-probabilities of a prompt.
+    """
+
+    sequence: Sequence
+    num_run: int
+    """How many of its tokens have run then."""
 
 
 @dataclass(slots=True, kw_only=True)
 class StepPlan:
     """What has been scheduled so far, and the tokens left for more."""
 
+    step: int
     num_tokens_left: int
     new: list[NewSequence] = field(default_factory=list[NewSequence])
     decodes: list[ScheduledSequence] = field(default_factory=list[ScheduledSequence])
     prefills: list[ScheduledSequence] = field(default_factory=list[ScheduledSequence])
-
+    milestones: list[Milestone] = field(default_factory=list[Milestone])
     postponed: deque[Sequence] = field(default_factory=deque[Sequence])
     """Running prompts that rank behind the head of the queue; a token is kept for each."""
 
@@ -47,19 +61,31 @@ class StepPlan:
     ) -> None:
         """Run the next *num_tokens* of *sequence*; sample if they are all that it has."""
         start = sequence.num_computed_tokens
+        end = start + num_tokens
         samples = is_last_chunk and sequence.max_output_tokens > 0
-        item = ScheduledSequence(sequence.seq_id, start, num_tokens, new_block_ids, samples)
+        item = new_scheduled((sequence.seq_id, start, num_tokens, new_block_ids, samples))
         (self.decodes if samples and num_tokens == 1 else self.prefills).append(item)
-        sequence.num_computed_tokens = start + num_tokens
-        sequence.num_steps_in_flight += 1
-        sequence.num_pending_tokens += samples
+        if end == sequence.num_slots or sequence.needs_prompt_logprobs:
+            self.milestones.append(Milestone(sequence, end))
+        sequence.num_computed_tokens = end
+        sequence.num_tokens_in_workers += samples
+        sequence.last_step = self.step
         self.num_tokens_left -= num_tokens
 
-    def batch(self, step: int, finished: tuple[int, ...]) -> Batch:
+    def finish(self, forgotten: tuple[int, ...]) -> PlannedStep:
         """Return the finished plan: decodes first, then prompts or chunks of them."""
-        return Batch(
-            step=step,
+        batch = Batch(
+            step=self.step,
             new=tuple(self.new),
             scheduled=(*self.decodes, *self.prefills),
-            finished=finished,
+            finished=forgotten,
         )
+        return PlannedStep(batch=batch, milestones=self.milestones)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlannedStep:
+    """What the workers are told of a step, and what is to be noted when it has run."""
+
+    batch: Batch
+    milestones: Sized[Milestone]

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from llmrt.outputs import FinishReason
 from llmrt.scheduler.request import Sequence
 
 
-@dataclass(frozen=True, slots=True)
-class Ending:
+class Ending(NamedTuple):
     """Whether and how a sequence ends."""
 
     finish_reason: FinishReason | None

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from llmrt.errors import RankFailure
-from llmrt.messages import TokenLogprobs
+from llmrt.messages import TokenLogprobs, row_maker
 from llmrt.outputs import FinishReason
 
 
@@ -27,6 +27,9 @@ class TokenUpdate(NamedTuple):
     finish_reason: FinishReason | None = None
     stop_reason: int | None = None
     """The stop id that ended it; None for EOS."""
+
+
+new_token_update = row_maker(TokenUpdate)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
