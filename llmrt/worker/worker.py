@@ -35,8 +35,8 @@ from llmrt.worker.function_calls import call_function
 from llmrt.worker.matrices.kernels import can_multiply_int4, can_multiply_int8
 from llmrt.worker.model_runner import ModelRunner
 from llmrt.worker.models.decoder import Decoder
-from llmrt.worker.native.kernels import load_kernels
 from llmrt.worker.native.library import NoKernelsError
+from llmrt.worker.native.trial import load_kernels
 from llmrt.worker.sampler import Sampler
 from llmrt.worker.sampling.grammars import Grammars
 from llmrt.worker.tensor_parallel import TPGroup, join_group

@@ -9,7 +9,8 @@ import torch
 
 from llmrt.c_compiler import compiler_command
 from llmrt.worker.device import Placement
-from llmrt.worker.native.kernels import NativeKernels, load_kernels
+from llmrt.worker.native.kernels import NativeKernels
+from llmrt.worker.native.trial import load_kernels
 
 
 def require_compiler() -> list[str]:

@@ -8,16 +8,13 @@ from __future__ import annotations
 
 import ctypes
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from llmrt.worker.matrices.grouped_codes import GROUP_SIZE
-from llmrt.worker.native.library import NoKernelsError, load_library
-from llmrt.worker.native.packing import COLUMNS, PackedCodes, pack
+from llmrt.worker.native.packing import COLUMNS, PackedCodes
 from llmrt.worker.shard import HeadShard
 
 MAX_GROUP = 16
@@ -290,35 +287,3 @@ class NativeKernels:
             num_threads,
             1 / math.sqrt(head_dim),
         )
-
-
-def load_kernels(report: Callable[[str], None]) -> NativeKernels:
-    """Return the kernels, tried once.
-
-    Args:
-        report: told that compiling goes on.
-
-    Raises:
-        NoKernelsError: they cannot be had here, or do not compute what they should.
-    """
-    kernels = NativeKernels(load_library(report))
-    if not _is_right(kernels):
-        raise NoKernelsError("what was compiled gives other numbers than torch")
-    return kernels
-
-
-def _is_right(kernels: NativeKernels) -> bool:
-    """Return whether the library computes what it should, by a norm and a multiplication."""
-    x_TD = torch.arange(4 * 64, dtype=torch.float32).view(4, 64).cos()
-    weight_D = torch.arange(64, dtype=torch.float32)
-    norm_TD = kernels.add_rms_norm(x_TD, None, weight_D, 1e-5)
-    expected_TD = F.rms_norm(x_TD, (64,), weight_D, 1e-5)
-    matrix_OD = torch.arange(80 * 64, dtype=torch.float32).view(80, 64).sin().bfloat16()
-    product_TO = kernels.multiply_packed(norm_TD, pack(matrix_OD), None, len(matrix_OD))
-    return all(
-        torch.allclose(found.float(), expected, rtol=0.01, atol=0.01 * expected.abs().max().item())
-        for found, expected in (
-            (norm_TD, expected_TD),
-            (product_TO, F.linear(norm_TD.float(), matrix_OD.float())),
-        )
-    )
