@@ -4,7 +4,7 @@ what the driver, the channel and the messages cost."""
 from __future__ import annotations
 
 from llmrt.config import WorkerContext
-from llmrt.messages import Batch, BatchResult, Execute, SampledToken, Stop, Stopped
+from llmrt.messages import Batch, BatchResult, Execute, Stop, Stopped, new_sampled_token
 
 
 class InstantWorker:
@@ -29,6 +29,6 @@ class InstantWorker:
         if self._rank != 0:
             return BatchResult(step=batch.step)
         tokens = tuple(
-            SampledToken(seq_id=s.seq_id, token_id=7) for s in batch.scheduled if s.samples
+            new_sampled_token((s.seq_id, 7, None, None)) for s in batch.scheduled if s.samples
         )
         return BatchResult(step=batch.step, tokens=tokens)

@@ -265,6 +265,9 @@ class SampledToken(NamedTuple):
     top: TokenLogprobs | None = None
 
 
+new_sampled_token = row_maker(SampledToken)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PromptLogprobs:
     """Log-probabilities of the prompt tokens [start, start + len(positions)) of one sequence."""

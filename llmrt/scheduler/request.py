@@ -164,10 +164,10 @@ class Sequence:
     def slice_tokens(self, start: int, stop: int) -> tuple[int, ...]:
         """Return its tokens [start, stop), prompt and output taken as one."""
         num_prompt = self.num_prompt_tokens
+        if start >= num_prompt:
+            return tuple(self.output_token_ids[start - num_prompt : stop - num_prompt])
         prompt = self.request.prompt_token_ids[start:stop]
-        if stop <= num_prompt:
-            return prompt
-        return prompt + tuple(self.output_token_ids[max(0, start - num_prompt) : stop - num_prompt])
+        return prompt + tuple(self.output_token_ids[: max(0, stop - num_prompt)])
 
     def describe(self) -> NewSequence:
         """Return what the workers must know to run it from the beginning."""

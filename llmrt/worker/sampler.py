@@ -12,7 +12,13 @@ from dataclasses import dataclass
 import torch
 
 from llmrt.errors import RankFailure
-from llmrt.messages import PromptLogprobs, SampledToken, SequenceFailure, TokenLogprobs
+from llmrt.messages import (
+    PromptLogprobs,
+    SampledToken,
+    SequenceFailure,
+    TokenLogprobs,
+    new_sampled_token,
+)
 from llmrt.worker.sampling.choice import NO_TOKEN, choose_tokens
 from llmrt.worker.sampling.edits import edit_logits
 from llmrt.worker.sampling.grammars import Grammars, GrammarState
@@ -180,9 +186,5 @@ def _logprobs(
 
 
 def _sampled(sequence: SequenceState, token_id: int, top: TokenLogprobs | None) -> SampledToken:
-    return SampledToken(
-        seq_id=sequence.spec.seq_id,
-        token_id=token_id,
-        logprob=top.logprobs[top.token_ids.index(token_id)] if top else None,
-        top=top,
-    )
+    logprob = top.logprobs[top.token_ids.index(token_id)] if top else None
+    return new_sampled_token((sequence.spec.seq_id, token_id, logprob, top))
