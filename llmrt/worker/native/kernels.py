@@ -22,7 +22,7 @@ MAX_HEAD_DIM = 256
 CHUNK = 256
 """As in attention.c and matrices.c."""
 _HEAD_DIM_UNIT = 32
-_MAX_CODE_ROWS = 12
+_MAX_CODE_ROWS = 40
 """Up to so many rows the kernel on codes is faster than decoding them first (with AVX-512)."""
 _NO_WINDOW = 1 << 40
 _POINTER, _SIZE, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float

@@ -49,9 +49,9 @@ enum { PAIRS_AHEAD = 16 };
 /* Rows that one piece of work takes at most, and from which on they are shared between two. */
 enum { ROWS_PER_PIECE = 192, SHARED_FROM = 12 };
 
-/* How many of some rows go together next, so that the passes are alike. */
-static inline int64_t rows_of_pass(int64_t num_rows) {
-    const int64_t num_passes = (num_rows + ROWS_TOGETHER - 1) / ROWS_TOGETHER;
+/* How many of some rows go together next, at most so many, so that the passes are alike. */
+static inline int64_t rows_of_pass(int64_t num_rows, int64_t most) {
+    const int64_t num_passes = (num_rows + most - 1) / most;
     return (num_rows + num_passes - 1) / num_passes;
 }
 
@@ -70,7 +70,7 @@ static void multiply_rows_by_block(const uint32_t *x, const uint32_t *block, con
     if (bias) memcpy(bias_of_block, bias, num_columns * sizeof(bf16));
     const bf16 *b = bias ? bias_of_block : 0;
     while (row < end) {
-        const int64_t next = row + rows_of_pass(end - row);
+        const int64_t next = row + rows_of_pass(end - row, ROWS_TOGETHER);
         const uint32_t *x_rows = x + row * num_pairs;
         bf16 *o = out + row * out_stride;
         const int from = COLUMN_VECTORS * row / num_rows, to = COLUMN_VECTORS * next / num_rows;
@@ -119,6 +119,9 @@ enum { GROUP = 32, GROUP_PAIRS = GROUP / 2 };
 /* How far ahead of the words in use memory is asked for others. */
 enum { WORDS_AHEAD = 512 };
 
+/* Twelve rows have two sums each, one of them for a group: they fill the registers of AVX-512. */
+enum { CODE_ROWS_TOGETHER = 12 };
+
 /* Return a pair of each word's codes, as bf16. Of 4 bits a word holds four pairs, the first inputs
  * in its lower half, the second ones in its upper; of 8 bits two, one byte after the other. */
 static inline __attribute__((always_inline)) u32x16 pair_of(u32x16 words, int pair,
@@ -143,30 +146,31 @@ static inline __attribute__((always_inline)) void multiply_codes(
     const bf16 *bias, int64_t num_groups, bf16 *out, int64_t out_stride, const int num_rows,
     const int bits) {
     const int pairs_in_word = 16 / bits;
-    f32x16 sums[ROWS_TOGETHER];
-#pragma GCC unroll 6
+    f32x16 sums[CODE_ROWS_TOGETHER];
+#pragma GCC unroll 12
     for (int r = 0; r < num_rows; r++) sums[r] = bias ? load16(bias) : (f32x16){0};
     for (int64_t group = 0; group < num_groups; group++) {
-        f32x16 of_group[ROWS_TOGETHER];
-#pragma GCC unroll 6
+        f32x16 of_group[CODE_ROWS_TOGETHER];
+#pragma GCC unroll 12
         for (int r = 0; r < num_rows; r++) of_group[r] = (f32x16){0};
-#pragma GCC unroll 16
-        for (int p = 0; p < GROUP_PAIRS; p++) {
-            const uint32_t *words = codes + word_of(group * GROUP_PAIRS + p, bits);
+        const uint32_t *words = codes + word_of(group * GROUP_PAIRS, bits);
+        for (int first = 0; first < GROUP_PAIRS; first += pairs_in_word, words += 16) {
             u32x16 all;
             memcpy(&all, words, sizeof all);
-            if (p % pairs_in_word == 0)
-                __builtin_prefetch(words + WORDS_AHEAD, 0, INTO_SECOND_LEVEL);
-            const u32x16 columns = pair_of(all, p % pairs_in_word, bits);
-#pragma GCC unroll 6
-            for (int r = 0; r < num_rows; r++) {
-                const int64_t pair = (r * num_groups + group) * GROUP_PAIRS + p;
-                of_group[r] = add_pairs(of_group[r], (u32x16){0} + x[pair], columns);
+            __builtin_prefetch(words + WORDS_AHEAD, 0, INTO_SECOND_LEVEL);
+#pragma GCC unroll 4
+            for (int p = 0; p < pairs_in_word; p++) {
+                const u32x16 columns = pair_of(all, p, bits);
+#pragma GCC unroll 12
+                for (int r = 0; r < num_rows; r++) {
+                    const int64_t pair = (r * num_groups + group) * GROUP_PAIRS + first + p;
+                    of_group[r] = add_pairs(of_group[r], (u32x16){0} + x[pair], columns);
+                }
             }
         }
         const f32x16 scale = load16(scales + group * 32);
         const f32x16 middle = load16(scales + group * 32 + 16);
-#pragma GCC unroll 6
+#pragma GCC unroll 12
         for (int r = 0; r < num_rows; r++) {
             const float sum = group_sums[r * num_groups + group];
             const float base = (CODE_BASE(bits) + CODE_MIDDLE(bits)) * sum;
@@ -231,7 +235,7 @@ void llmrt_multiply_codes(const bf16 *x, const uint32_t *codes, const bf16 *scal
         const uint32_t *c = codes + first * num_inputs * bits / 32;
         const bf16 *s = scales + first * num_groups * 2, *b = bias ? bias + first : 0;
         for (int64_t row = 0, next; row < num_rows; row = next) {
-            next = row + rows_of_pass(num_rows - row);
+            next = row + rows_of_pass(num_rows - row, CODE_ROWS_TOGETHER);
             const uint32_t *x_rows = (const uint32_t *)x + row * num_pairs;
             const float *sums = group_sums + row * num_groups;
             bf16 *o = out + row * num_outputs + first;
@@ -246,7 +250,13 @@ void llmrt_multiply_codes(const bf16 *x, const uint32_t *codes, const bf16 *scal
             case 3: MULTIPLY_CODES(3) break;
             case 4: MULTIPLY_CODES(4) break;
             case 5: MULTIPLY_CODES(5) break;
-            default: MULTIPLY_CODES(6)
+            case 6: MULTIPLY_CODES(6) break;
+            case 7: MULTIPLY_CODES(7) break;
+            case 8: MULTIPLY_CODES(8) break;
+            case 9: MULTIPLY_CODES(9) break;
+            case 10: MULTIPLY_CODES(10) break;
+            case 11: MULTIPLY_CODES(11) break;
+            default: MULTIPLY_CODES(12)
             }
         }
     }

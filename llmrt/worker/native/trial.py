@@ -21,7 +21,7 @@ from llmrt.worker.shard import shard_heads
 
 _TOLERANCE = 0.01
 """Of the largest number: a few roundings to bfloat16."""
-_NUMBERS_OF_ROWS = (1, 5, 40)
+_NUMBERS_OF_ROWS = (1, 5, 50)
 """Each takes another way through a multiplication."""
 _NUM_KV_HEADS, _HEAD_DIM, _BLOCK_SIZE = 2, 64, 16
 _TABLE = (2, 0, 3)
