@@ -1,7 +1,7 @@
 """Kernels that were tried: each computes once what torch computes too, before a model relies on it.
 
-A compiler that nobody has met may get any of them wrong. Letters are those of `kernels`; B blocks
-of the cache, S slots of it.
+A compiler that nobody has met may get any of them wrong. Letters are those of `kernels`; S tokens
+of a context, F half of a head, G groups.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def _compare(kernels: NativeKernels) -> Iterator[Comparison]:
 
 
 def _numbers(*shape: int) -> Tensor:
-    """Return numbers between -1 and 1 that no pattern of a mistake repeats."""
+    """Return numbers between -1 and 1 that follow no pattern a mistake could repeat."""
     return torch.arange(math.prod(shape), dtype=torch.float32).square().mul(0.7).sin().view(shape)
 
 
