@@ -57,6 +57,18 @@ def test_compiled_kernels_are_less_exact_than_torch(
     assert 0 < error_of_kernels <= 1.1 * error_of_torch
 
 
+@pytest.mark.parametrize("tp", [1, 2])
+def test_logits_of_compiled_kernels_are_rounded(
+    checkpoints: dict[str, Checkpoint], tp: int
+) -> None:
+    checkpoint = checkpoints["llama"]
+    token_ids = random_prompt(PROMPT_LENGTH, checkpoint.config.vocab_size)
+    chunks = (7, 1, 41, 1)
+    found_TV = logits_at_every_position(checkpoint, tp, token_ids, chunks, native_placement())
+    assert found_TV.dtype == torch.float32
+    assert (found_TV != found_TV.bfloat16()).float().mean() > 0.9
+
+
 @pytest.mark.parametrize("tp", [1, 2, 4])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_greedy_tokens_differ_in_a_mixed_batch_through_chunked_prefill(

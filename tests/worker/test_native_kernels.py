@@ -146,6 +146,22 @@ def test_a_matrix_of_codes_multiplies_another(
         torch.testing.assert_close(found.float(), expected, rtol=ROUNDING, atol=atol)
 
 
+@pytest.mark.parametrize("num_rows", [1, 7, 40, 200])
+def test_sums_that_are_asked_for_whole_are_rounded(num_rows: int, num_threads: None) -> None:
+    weight = random(176, 96).bfloat16()
+    x, bias = random(num_rows, 96, seed=1).bfloat16(), random(176, seed=2).bfloat16()
+    found = native_kernels().multiply_packed(x, pack(weight), bias, 176, torch.float32)
+    expected = F.linear(x.float(), weight.float(), bias.float())
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+    codes = pack_codes(rows_as_groups(weight))
+    found = native_kernels().multiply_codes(x, codes, bias, torch.float32)
+    values = unpack_codes(codes).dequantize()
+    if num_rows == 200:  # so many are multiplied with decoded values, which are rounded
+        values = values.bfloat16().float()
+    expected = F.linear(x.float(), values, bias.float())
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+
+
 def rows_and_biases(num_outputs: int) -> Iterator[tuple[int, Tensor | None]]:
     """Yield every number of rows that is cut in another way, without a bias and with one."""
     for num_rows in (*range(1, 15), 33, 200, 600):

@@ -26,7 +26,8 @@ Piece = Tensor | GroupedCodes
 class Linear(nn.Module):
     """y = x Wᵀ + b, with the rows of W (one per output) in one piece.
 
-    T tokens, I inputs, O outputs.
+    T tokens, I inputs, O outputs. y has the dtype of the placement, unless `rounds` is False and a
+    kernel has it in float32 anyway.
     """
 
     def __init__(
@@ -37,10 +38,12 @@ class Linear(nn.Module):
         *,
         bias: bool = False,
         is_quantizable: bool = True,
+        rounds: bool = True,
     ) -> None:
         super().__init__()
         self._placement = placement
         self._quantization = placement.quantization if is_quantizable else None
+        self._native_dtype = placement.dtype if rounds else torch.float32
         self._shape = (num_outputs, num_inputs)
         self._matrix: Matrix | None = None
         self.weight: nn.Parameter | None = None
@@ -78,7 +81,7 @@ class Linear(nn.Module):
             self._matrix = (
                 Int8Matrix(weight)
                 if kernels is None
-                else CodesMatrix(rows_as_groups(weight), kernels)
+                else CodesMatrix(rows_as_groups(weight), kernels, self._native_dtype)
             )
         else:
             self._matrix = self._dense(weight)
@@ -105,14 +108,14 @@ class Linear(nn.Module):
 
     def _of_codes(self, codes: GroupedCodes) -> Matrix:
         if self._placement.kernels is not None:
-            return CodesMatrix(codes, self._placement.kernels)
+            return CodesMatrix(codes, self._placement.kernels, self._native_dtype)
         weight = codes.dequantize().to(self._placement.dtype)
         return Int4Matrix(codes, self._dense(nn.Parameter(weight, requires_grad=False)))
 
     def _dense(self, weight: nn.Parameter) -> Matrix:
         kernels = self._placement.kernels
         if weight.numel() and kernels is not None and weight.shape[1] % 2 == 0:
-            return NativeMatrix(weight, kernels)
+            return NativeMatrix(weight, kernels, self._native_dtype)
         if weight.numel() and can_pack(self._placement):
             return PackedMatrix(weight)
         self.weight = weight

@@ -60,7 +60,11 @@ class LMHead(nn.Module):
         self._shards = shard.shard_vocabulary(model.vocab_size, group.size)
         self._is_tied = model.tie_word_embeddings
         ids = self._shards[group.rank]
-        self.rows = Linear(model.hidden_size, len(ids), placement, is_quantizable=False)
+        # Logits of 16 and more are an eighth apart in bfloat16: rounded, the likeliest would tie.
+        self._dtype = placement.dtype if placement.kernels is None else torch.float32
+        self.rows = Linear(
+            model.hidden_size, len(ids), placement, is_quantizable=False, rounds=False
+        )
 
     def load(self, reader: WeightReader, embedding: VocabEmbedding) -> None:
         """Read this rank's rows, or where the head is tied take those of *embedding*, once loaded.
@@ -83,7 +87,8 @@ class LMHead(nn.Module):
     def forward(self, x_RD: Tensor) -> Tensor | None:
         """Return the logits_RV of the whole vocabulary on rank 0, None elsewhere."""
         widths = tuple(len(ids) for ids in self._shards)
-        return self._group.gather_columns(self.rows(x_RD), widths)
+        logits_RV = self.rows(x_RD).to(self._dtype)  # as on every rank, also without rows
+        return self._group.gather_columns(logits_RV, widths)
 
     @staticmethod
     def _pass_over_copy(reader: WeightReader) -> None:

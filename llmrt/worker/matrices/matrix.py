@@ -64,9 +64,15 @@ class PackedMatrix:
 
 
 class NativeMatrix:
-    """The matrix packed for our own kernel: up to twice as fast as oneDNN for a few rows."""
+    """The matrix packed for our own kernel: up to twice as fast as oneDNN for a few rows.
 
-    def __init__(self, weight_OI: Tensor, kernels: NativeKernels) -> None:
+    Results are in bfloat16, or in float32 where they are not to be rounded.
+    """
+
+    def __init__(
+        self, weight_OI: Tensor, kernels: NativeKernels, out_dtype: torch.dtype = torch.bfloat16
+    ) -> None:
+        self._out_dtype = out_dtype
         self._num_outputs = len(weight_OI)
         self._packed = pack(weight_OI.detach())
         self.num_bytes = self._packed.nbytes
@@ -74,7 +80,9 @@ class NativeMatrix:
 
     def multiply(self, x_TI: Tensor, bias_O: Tensor | None) -> Tensor:
         """Return y_TO."""
-        return self._multiply(x_TI.contiguous(), self._packed, bias_O, self._num_outputs)
+        return self._multiply(
+            x_TI.contiguous(), self._packed, bias_O, self._num_outputs, self._out_dtype
+        )
 
     def dense(self) -> Tensor:
         """Return weight_OI, in its first order."""

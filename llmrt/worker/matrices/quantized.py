@@ -52,9 +52,15 @@ class Int4Matrix:
 
 
 class CodesMatrix:
-    """4- or 8-bit codes, multiplied by our own kernel: 0.31 or 0.56 of the memory of bfloat16."""
+    """4- or 8-bit codes, multiplied by our own kernel: 0.31 or 0.56 of the memory of bfloat16.
 
-    def __init__(self, codes: GroupedCodes, kernels: NativeKernels) -> None:
+    Results are in bfloat16, or in float32 where they are not to be rounded.
+    """
+
+    def __init__(
+        self, codes: GroupedCodes, kernels: NativeKernels, out_dtype: torch.dtype = torch.bfloat16
+    ) -> None:
+        self._out_dtype = out_dtype
         self._packed = pack_codes(codes)
         self._multiply = kernels.multiply_codes
 
@@ -65,7 +71,7 @@ class CodesMatrix:
 
     def multiply(self, x_TI: Tensor, bias_O: Tensor | None) -> Tensor:
         """Return y_TO."""
-        return self._multiply(x_TI.contiguous(), self._packed, bias_O)
+        return self._multiply(x_TI.contiguous(), self._packed, bias_O, self._out_dtype)
 
     def dense(self) -> Tensor:
         """Return weight_OI as the codes have it."""

@@ -30,9 +30,9 @@ _SIGNATURES = {
     "llmrt_add_rms_norm": (*[_POINTER] * 4, *[_SIZE] * 2, _FLOAT),
     "llmrt_silu_and_mul": (*[_POINTER] * 2, *[_SIZE] * 2),
     "llmrt_rotate_and_store": (*[_POINTER] * 5, *[_SIZE] * 5),
-    "llmrt_multiply_packed": (*[_POINTER] * 4, *[_SIZE] * 3),
-    "llmrt_multiply_codes": (*[_POINTER] * 6, *[_SIZE] * 4),
-    "llmrt_decode_and_multiply": (*[_POINTER] * 6, *[_SIZE] * 5),
+    "llmrt_multiply_packed": (*[_POINTER] * 4, *[_SIZE] * 4),
+    "llmrt_multiply_codes": (*[_POINTER] * 6, *[_SIZE] * 5),
+    "llmrt_decode_and_multiply": (*[_POINTER] * 6, *[_SIZE] * 6),
     "llmrt_attend_decodes": (*[_POINTER] * 7, *[_SIZE] * 9, _FLOAT),
     "llmrt_attend_chunks": (*[_POINTER] * 9, *[_SIZE] * 9, _FLOAT),
 }
@@ -148,7 +148,12 @@ class NativeKernels:
         return out_TI
 
     def multiply_packed(
-        self, x_TI: Tensor, packed: Tensor, bias_O: Tensor | None, num_outputs: int
+        self,
+        x_TI: Tensor,
+        packed: Tensor,
+        bias_O: Tensor | None,
+        num_outputs: int,
+        out_dtype: torch.dtype = torch.bfloat16,
     ) -> Tensor:
         """Return y_TO = x Wᵀ + b.
 
@@ -157,9 +162,10 @@ class NativeKernels:
             packed: the matrix as `pack` makes it.
             bias_O: what is added, or None.
             num_outputs: rows of the matrix before it was packed.
+            out_dtype: bfloat16, or float32 for sums that are not rounded.
         """
         num_rows, num_inputs = x_TI.shape
-        out_TO = torch.empty(num_rows, num_outputs, dtype=torch.bfloat16)
+        out_TO = torch.empty(num_rows, num_outputs, dtype=out_dtype)
         self._multiply_packed(
             x_TI.data_ptr(),
             packed.data_ptr(),
@@ -168,26 +174,35 @@ class NativeKernels:
             num_rows,
             num_inputs,
             num_outputs,
+            out_dtype == torch.float32,
         )
         return out_TO
 
-    def multiply_codes(self, x_TI: Tensor, matrix: PackedCodes, bias_O: Tensor | None) -> Tensor:
+    def multiply_codes(
+        self,
+        x_TI: Tensor,
+        matrix: PackedCodes,
+        bias_O: Tensor | None,
+        out_dtype: torch.dtype = torch.bfloat16,
+    ) -> Tensor:
         """Return y_TO = x Wᵀ + b.
 
         Args:
             x_TI: rows of whole groups of inputs.
             matrix: codes of a multiple of 16 outputs.
             bias_O: what is added, or None.
+            out_dtype: bfloat16, or float32 for sums that are not rounded.
         """
         num_rows, num_inputs = x_TI.shape
-        out_TO = torch.empty(num_rows, matrix.num_outputs, dtype=torch.bfloat16)
+        out_TO = torch.empty(num_rows, matrix.num_outputs, dtype=out_dtype)
         pointers = (
             x_TI.data_ptr(),
             matrix.words.data_ptr(),
             matrix.scales_and_middles.data_ptr(),
             _address(bias_O),
         )
-        sizes = (num_rows, num_inputs, matrix.num_outputs, matrix.num_bits)
+        is_whole = out_dtype == torch.float32
+        sizes = (num_rows, num_inputs, matrix.num_outputs, is_whole, matrix.num_bits)
         if num_rows <= _MAX_CODE_ROWS:
             group_sums = torch.empty(num_rows * num_inputs // GROUP_SIZE, dtype=torch.float32)
             self._multiply_codes(*pointers, group_sums.data_ptr(), out_TO.data_ptr(), *sizes)

@@ -9,11 +9,38 @@ enum { COLUMNS = 64, COLUMN_VECTORS = COLUMNS / 16 };
 /* Which cache memory is fetched into ahead of its use. */
 enum { INTO_SECOND_LEVEL = 2 };
 
+/* Where results go: rows of `stride` numbers, rounded to bf16 or whole, as float. */
+typedef struct {
+    char *start;
+    int64_t stride, is_whole;
+} Results;
+
+static inline Results results_from(Results out, int64_t row, int64_t column) {
+    const int64_t size = out.is_whole ? sizeof(float) : sizeof(bf16);
+    return (Results){out.start + (row * out.stride + column) * size, out.stride, out.is_whole};
+}
+
+/* Write the first num_columns of some vectors as a row. */
+static inline __attribute__((always_inline)) void write_row(Results out, int64_t row,
+                                                            const f32x16 *numbers,
+                                                            const int num_vectors,
+                                                            int64_t num_columns) {
+    char *to = results_from(out, row, 0).start;
+    if (out.is_whole) {
+        memcpy(to, numbers, num_columns * sizeof(float));
+        return;
+    }
+    bf16 rounded[COLUMNS];
+#pragma GCC unroll 4
+    for (int v = 0; v < num_vectors; v++) store16(rounded + 16 * v, numbers[v]);
+    memcpy(to, rounded, num_columns * sizeof(bf16));
+}
+
 /* out = x * block + bias for some rows and the columns of one block. Meanwhile, of what comes after
  * it in memory, vectors [first_ahead, end_ahead) of each 64 are fetched. */
 static inline __attribute__((always_inline)) void multiply_block(
-    const uint32_t *x, const uint32_t *block, const bf16 *bias, int64_t num_pairs, bf16 *out,
-    int64_t out_stride, int64_t num_columns, const uint32_t *ahead, int first_ahead, int end_ahead,
+    const uint32_t *x, const uint32_t *block, const bf16 *bias, int64_t num_pairs, Results out,
+    int64_t num_columns, const uint32_t *ahead, int first_ahead, int end_ahead,
     const int num_rows) {
     f32x16 sums[ROWS_TOGETHER][COLUMN_VECTORS];
 #pragma GCC unroll 6
@@ -37,10 +64,9 @@ static inline __attribute__((always_inline)) void multiply_block(
         }
     }
     for (int r = 0; r < num_rows; r++) {
-        bf16 row[COLUMNS];
-        for (int v = 0; v < COLUMN_VECTORS; v++)
-            store16(row + 16 * v, bias ? sums[r][v] + load16(bias + 16 * v) : sums[r][v]);
-        memcpy(out + r * out_stride, row, num_columns * sizeof(bf16));
+        if (bias)
+            for (int v = 0; v < COLUMN_VECTORS; v++) sums[r][v] += load16(bias + 16 * v);
+        write_row(out, r, sums[r], COLUMN_VECTORS, num_columns);
     }
 }
 
@@ -63,19 +89,19 @@ static int64_t number_of_parts(int64_t num_rows) {
 
 /* out = x * block + bias for rows [row, end) of num_rows and the columns of one block. */
 static void multiply_rows_by_block(const uint32_t *x, const uint32_t *block, const bf16 *bias,
-                                   int64_t num_pairs, bf16 *out, int64_t out_stride,
-                                   int64_t num_columns, const uint32_t *ahead, int64_t row,
-                                   int64_t end, int64_t num_rows) {
+                                   int64_t num_pairs, Results out, int64_t num_columns,
+                                   const uint32_t *ahead, int64_t row, int64_t end,
+                                   int64_t num_rows) {
     bf16 bias_of_block[COLUMNS];
     if (bias) memcpy(bias_of_block, bias, num_columns * sizeof(bf16));
     const bf16 *b = bias ? bias_of_block : 0;
     while (row < end) {
         const int64_t next = row + rows_of_pass(end - row, ROWS_TOGETHER);
         const uint32_t *x_rows = x + row * num_pairs;
-        bf16 *o = out + row * out_stride;
+        const Results o = results_from(out, row, 0);
         const int from = COLUMN_VECTORS * row / num_rows, to = COLUMN_VECTORS * next / num_rows;
 #define MULTIPLY(n) \
-    multiply_block(x_rows, block, b, num_pairs, o, out_stride, num_columns, ahead, from, to, n)
+    multiply_block(x_rows, block, b, num_pairs, o, num_columns, ahead, from, to, n)
         switch (next - row) {
         case 1: MULTIPLY(1); break;
         case 2: MULTIPLY(2); break;
@@ -89,9 +115,11 @@ static void multiply_rows_by_block(const uint32_t *x, const uint32_t *block, con
 }
 
 /* out = x * W + bias for a packed matrix: blocks of 64 outputs, in each of them pairs of inputs,
- * [num_outputs / 64][num_inputs / 2][64][2]. */
-void llmrt_multiply_packed(const bf16 *x, const bf16 *packed, const bf16 *bias, bf16 *out,
-                           int64_t num_rows, int64_t num_inputs, int64_t num_outputs) {
+ * [num_outputs / 64][num_inputs / 2][64][2]. `out` is float or bf16. */
+void llmrt_multiply_packed(const bf16 *x, const bf16 *packed, const bf16 *bias, void *out,
+                           int64_t num_rows, int64_t num_inputs, int64_t num_outputs,
+                           int64_t is_whole) {
+    const Results all = {out, num_outputs, is_whole};
     const int64_t num_pairs = num_inputs / 2;
     const int64_t num_blocks = (num_outputs + COLUMNS - 1) / COLUMNS;
     const int64_t num_parts = number_of_parts(num_rows);
@@ -103,7 +131,7 @@ void llmrt_multiply_packed(const bf16 *x, const bf16 *packed, const bf16 *bias, 
         const int64_t first = piece / num_parts * COLUMNS, part = piece % num_parts;
         const uint32_t *block = (const uint32_t *)packed + first * num_pairs;
         multiply_rows_by_block((const uint32_t *)x, block, bias ? bias + first : 0, num_pairs,
-                               out + first, num_outputs,
+                               results_from(all, 0, first),
                                num_outputs - first < COLUMNS ? num_outputs - first : COLUMNS,
                                block + COLUMNS * pairs_ahead, num_rows * part / num_parts,
                                num_rows * (part + 1) / num_parts, num_rows);
@@ -143,8 +171,7 @@ static inline int64_t word_of(int64_t pair, const int bits) {
  * sums of each row's inputs, by groups. */
 static inline __attribute__((always_inline)) void multiply_codes(
     const uint32_t *x, const uint32_t *codes, const bf16 *scales, const float *group_sums,
-    const bf16 *bias, int64_t num_groups, bf16 *out, int64_t out_stride, const int num_rows,
-    const int bits) {
+    const bf16 *bias, int64_t num_groups, Results out, const int num_rows, const int bits) {
     const int pairs_in_word = 16 / bits;
     f32x16 sums[CODE_ROWS_TOGETHER];
 #pragma GCC unroll 12
@@ -177,7 +204,7 @@ static inline __attribute__((always_inline)) void multiply_codes(
             sums[r] += scale * (of_group[r] - base) + middle * sum;
         }
     }
-    for (int r = 0; r < num_rows; r++) store16(out + r * out_stride, sums[r]);
+    for (int r = 0; r < num_rows; r++) write_row(out, r, &sums[r], 1, 16);
 }
 
 /* Return bits whose upper half is the nearest bf16. */
@@ -221,8 +248,10 @@ static inline __attribute__((always_inline)) void decode_block(
  * middle behind it. group_sums is room for a number for every group of every row. Best for a few
  * rows. */
 void llmrt_multiply_codes(const bf16 *x, const uint32_t *codes, const bf16 *scales,
-                          const bf16 *bias, float *group_sums, bf16 *out, int64_t num_rows,
-                          int64_t num_inputs, int64_t num_outputs, int64_t bits) {
+                          const bf16 *bias, float *group_sums, void *out, int64_t num_rows,
+                          int64_t num_inputs, int64_t num_outputs, int64_t is_whole,
+                          int64_t bits) {
+    const Results all = {out, num_outputs, is_whole};
     const int64_t num_pairs = num_inputs / 2, num_groups = num_inputs / GROUP;
     for (int64_t i = 0; i < num_rows * num_groups; i++) {
         float sum = 0;
@@ -238,12 +267,12 @@ void llmrt_multiply_codes(const bf16 *x, const uint32_t *codes, const bf16 *scal
             next = row + rows_of_pass(num_rows - row, CODE_ROWS_TOGETHER);
             const uint32_t *x_rows = (const uint32_t *)x + row * num_pairs;
             const float *sums = group_sums + row * num_groups;
-            bf16 *o = out + row * num_outputs + first;
+            const Results o = results_from(all, row, first);
 #define MULTIPLY_CODES(n)                                                                   \
     if (bits == 4)                                                                          \
-        multiply_codes(x_rows, c, s, sums, b, num_groups, o, num_outputs, n, 4);            \
+        multiply_codes(x_rows, c, s, sums, b, num_groups, o, n, 4);                         \
     else                                                                                    \
-        multiply_codes(x_rows, c, s, sums, b, num_groups, o, num_outputs, n, 8);
+        multiply_codes(x_rows, c, s, sums, b, num_groups, o, n, 8);
             switch (next - row) {
             case 1: MULTIPLY_CODES(1) break;
             case 2: MULTIPLY_CODES(2) break;
@@ -265,9 +294,10 @@ void llmrt_multiply_codes(const bf16 *x, const uint32_t *codes, const bf16 *scal
 /* The same for many rows: each block is decoded first, into `blocks`, of which every one of
  * num_threads threads has one. */
 void llmrt_decode_and_multiply(const bf16 *x, const uint32_t *codes, const bf16 *scales,
-                               const bf16 *bias, uint32_t *blocks, bf16 *out, int64_t num_rows,
-                               int64_t num_inputs, int64_t num_outputs, int64_t bits,
-                               int64_t num_threads) {
+                               const bf16 *bias, uint32_t *blocks, void *out, int64_t num_rows,
+                               int64_t num_inputs, int64_t num_outputs, int64_t is_whole,
+                               int64_t bits, int64_t num_threads) {
+    const Results all = {out, num_outputs, is_whole};
     const int64_t num_pairs = num_inputs / 2, num_groups = num_inputs / GROUP;
     const int64_t num_parts = number_of_parts(num_rows);
     const int64_t num_pieces = (num_outputs + COLUMNS - 1) / COLUMNS * num_parts;
@@ -288,7 +318,7 @@ void llmrt_decode_and_multiply(const bf16 *x, const uint32_t *codes, const bf16 
                 decode_block(c, s, num_groups, num_columns, block, 8);
             decoded = first;
             multiply_rows_by_block((const uint32_t *)x, block, bias ? bias + first : 0, num_pairs,
-                                   out + first, num_outputs, num_columns, block,
+                                   results_from(all, 0, first), num_columns, block,
                                    num_rows * part / num_parts, num_rows * (part + 1) / num_parts,
                                    num_rows);
         }

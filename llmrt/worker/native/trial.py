@@ -77,8 +77,10 @@ def _rows(kernels: NativeKernels) -> Iterator[Comparison]:
 def _products(kernels: NativeKernels, x_TI: Tensor) -> Iterator[Comparison]:
     num_inputs = x_TI.shape[1]
     weight_OI, bias_O = _numbers(80, num_inputs).bfloat16(), _numbers(80).bfloat16()
-    found_TO = kernels.multiply_packed(x_TI, pack(weight_OI), bias_O, len(weight_OI))
-    yield "multiply_packed", found_TO, F.linear(x_TI.float(), weight_OI.float(), bias_O.float())
+    expected_TO = F.linear(x_TI.float(), weight_OI.float(), bias_O.float())
+    for out_dtype in (torch.bfloat16, torch.float32):
+        found_TO = kernels.multiply_packed(x_TI, pack(weight_OI), bias_O, 80, out_dtype)
+        yield "multiply_packed", found_TO, expected_TO
     for num_bits, dtype in ((4, torch.uint8), (8, torch.int8)):
         most = (1 << num_bits) - 1
         codes_OI = torch.arange(80 * num_inputs).square().bitwise_and(most).view(80, -1)
