@@ -1,4 +1,4 @@
-/* Rows times a weight matrix: of bfloat16, and of 4-bit codes. */
+/* Rows times a weight matrix: of bfloat16, and of 4- and 8-bit codes. */
 
 #include <omp.h>
 
